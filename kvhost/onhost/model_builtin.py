@@ -1,0 +1,461 @@
+#!/usr/bin/env python3
+"""Make and check the model that kvhost builds itself: a small Llama and its byte tokenizer.
+
+Nothing is downloaded and nothing is trained. Every weight is a byte of a SHAKE-256 stream over a
+fixed seed and the tensor's name, mapped through a table of 256 Gaussian quantiles to bfloat16, so
+that the files are the same to the byte on every machine and Python. docs/model.md says why the
+scales are what they are. Run the model in float32: docs/model.md has the reason, `--describe` the
+figures.
+
+Formats: config.json and weights as transformers' LlamaForCausalLM reads them; model.safetensors by
+hand (8 bytes of header length, JSON header, data; github.com/huggingface/safetensors, README);
+tokenizer.json as the `tokenizers` library reads it.
+
+Exit status: 0 done or good, 1 refused, failed or not good, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+
+SEED = b"kvhost builtin model 1"
+
+LAYERS = 8
+HIDDEN = 512
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = 64
+MLP = 1024
+CONTEXT = 32768  # tokens
+DTYPE_BYTES = 4  # float32 at run time
+
+# Token ids: 0..255 are bytes in the order of `byte_symbols`, then the special tokens.
+SPECIALS = ("<s>", "</s>", "<pad>", "<unk>")
+VOCAB = 256 + len(SPECIALS)
+BOS, EOS, PAD = 256, 257, 258
+# Only these bytes can be generated, so that a reply's text shows every token of it.
+PRINTABLE = range(0x20, 0x7F)
+
+# Standard deviations, measured at the input of each matrix (RMS 1). See docs/model.md.
+EMBED_STD = 1.0
+QK_STD = 1.5
+V_STD = 1.0
+O_STD = 16.0
+MLP_STD = 1.0
+LOGIT_STD = 4.0
+
+# sha256 of each file, and of the sorted lines "NAME SHA256\n" of them all.
+MANIFEST: Dict[str, str] = {
+    "config.json": "6907a0fb0e9cfd3b9074dfe1b6da09cf4881da1a1be78eec2cd4550b69c81f8a",
+    "generation_config.json": "0eaff214d0367b3d5cb845c84bdb9ef872112e7688cfe842271d4d13496ddfbe",
+    "model.safetensors": "8c463e8212fe212345e3b61c52aa177b4ce46aaa68e4ba300f7b7ab660385665",
+    "tokenizer.json": "a2b896cf68ebcbd2987350aa93dfee6af7c9f730beb4577b0be92a8e9003b221",
+    "tokenizer_config.json": "004adff1bd600739acbffe27bfa43b7ed9442700c916f048123546fd9d8d645b",
+}
+DIGEST = "5d0c438cac0ee8666f9bf2528706899b2da3f2a2b2185cea31c09f80002172f6"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class ModelError(Exception):
+    """The model cannot be made or read; the text says what, where and what to do."""
+
+
+class Tensor(NamedTuple):
+    """One tensor: `shape` as transformers expects it, `std` of its values.
+
+    Rows outside `rows` are zero (all rows are filled where it is None).
+    """
+
+    name: str
+    shape: Tuple[int, ...]
+    std: float
+    rows: Any = None
+
+
+def tensors() -> List[Tensor]:
+    """All tensors of the model, sorted by name."""
+    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    unit = 1 / math.sqrt(HIDDEN)
+    out = [
+        Tensor("model.embed_tokens.weight", (VOCAB, HIDDEN), EMBED_STD),
+        Tensor("model.norm.weight", (HIDDEN,), 0.0),
+        Tensor("lm_head.weight", (VOCAB, HIDDEN), LOGIT_STD * unit, PRINTABLE_IDS),
+    ]
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        out += [
+            Tensor(at + "input_layernorm.weight", (HIDDEN,), 0.0),
+            Tensor(at + "self_attn.q_proj.weight", (q, HIDDEN), QK_STD * unit),
+            Tensor(at + "self_attn.k_proj.weight", (kv, HIDDEN), QK_STD * unit),
+            Tensor(at + "self_attn.v_proj.weight", (kv, HIDDEN), V_STD * unit),
+            Tensor(at + "self_attn.o_proj.weight", (HIDDEN, q), O_STD / math.sqrt(q)),
+            Tensor(at + "post_attention_layernorm.weight", (HIDDEN,), 0.0),
+            Tensor(at + "mlp.gate_proj.weight", (MLP, HIDDEN), unit),
+            Tensor(at + "mlp.up_proj.weight", (MLP, HIDDEN), unit),
+            Tensor(at + "mlp.down_proj.weight", (HIDDEN, MLP), MLP_STD / math.sqrt(MLP)),
+        ]
+    return sorted(out)
+
+
+def byte_symbols() -> List[str]:
+    """The character that byte-level tokenizers write for each of the 256 bytes.
+
+    Visible characters of Latin-1 stand for themselves, the others for U+0100 and on, in order
+    (the alphabet of `tokenizers`' ByteLevel).
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return [chr(b) if b in visible else chr(next(hidden)) for b in range(256)]
+
+
+PRINTABLE_IDS = PRINTABLE  # a token's id is its byte
+
+
+def bf16(value: float) -> bytes:
+    """`value` as bfloat16, rounded to nearest even, little-endian."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+
+
+def quantiles() -> List[float]:
+    """256 equally likely values of a Gaussian, mean 0, variance 1."""
+    values = [NormalDist().inv_cdf((i + 0.5) / 256) for i in range(256)]
+    scale = math.sqrt(sum(v * v for v in values) / 256)
+    return [v / scale for v in values]
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of `tensor` as bfloat16, little-endian, row by row; ones where std is 0."""
+    count = math.prod(tensor.shape)
+    if tensor.std == 0:
+        return bf16(1.0) * count
+    table = [bf16(tensor.std * v) for v in quantiles()]
+    stream = hashlib.shake_256(SEED + b"|" + tensor.name.encode()).digest(count)
+    data = bytearray(2 * count)
+    data[0::2] = stream.translate(bytes(t[0] for t in table))
+    data[1::2] = stream.translate(bytes(t[1] for t in table))
+    if tensor.rows is not None:
+        row = 2 * count // tensor.shape[0]
+        for i in set(range(tensor.shape[0])) - set(tensor.rows):
+            data[i * row : (i + 1) * row] = bytes(row)
+    return bytes(data)
+
+
+def safetensors() -> Iterator[bytes]:
+    """The pieces of model.safetensors, in order."""
+    header: Dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors():
+        size = 2 * math.prod(tensor.shape)
+        header[tensor.name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors():
+        yield tensor_bytes(tensor)
+
+
+def config() -> Dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": MLP,
+        "max_position_embeddings": CONTEXT,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "pad_token_id": PAD,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": VOCAB,
+    }
+
+
+def tokenizer() -> Dict[str, Any]:
+    """Byte-level BPE without merges: one token a byte of UTF-8, so every text encodes."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": 256 + i,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for i, text in enumerate(SPECIALS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {
+                **{symbol: i for i, symbol in enumerate(byte_symbols())},
+                **{text: 256 + i for i, text in enumerate(SPECIALS)},
+            },
+            "merges": [],
+        },
+    }
+
+
+def tokenizer_config() -> Dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[0],
+        "eos_token": SPECIALS[1],
+        "pad_token": SPECIALS[2],
+        "unk_token": SPECIALS[3],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def files() -> Iterator[Tuple[str, Iterator[bytes]]]:
+    """Every file of the model: its name and its pieces."""
+
+    def text(value: Dict[str, Any]) -> Iterator[bytes]:
+        yield (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()
+
+    yield "config.json", text(config())
+    yield "generation_config.json", text({"bos_token_id": BOS, "eos_token_id": EOS})
+    yield "model.safetensors", safetensors()
+    yield "tokenizer.json", text(tokenizer())
+    yield "tokenizer_config.json", text(tokenizer_config())
+
+
+def digest_of(sums: Dict[str, str]) -> str:
+    """sha256 over the lines "NAME SHA256\\n", sorted by name."""
+    lines = "".join(f"{name} {sums[name]}\n" for name in sorted(sums))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def describe() -> Dict[str, Any]:
+    """The figures a plan needs; sizes in bytes, context in tokens."""
+    parameters = sum(math.prod(t.shape) for t in tensors())
+    return {
+        "digest": DIGEST,
+        "architecture": "LlamaForCausalLM",
+        "dtype": "float32",
+        "parameters": parameters,
+        "weights_bytes": 2 * parameters,
+        "weights_memory_bytes": DTYPE_BYTES * parameters,
+        "kv_bytes_per_token": 2 * LAYERS * KV_HEADS * HEAD_DIM * DTYPE_BYTES,
+        "context_tokens": CONTEXT,
+        "layers": LAYERS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+    }
+
+
+def sum_file(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            found.update(block)
+    return found.hexdigest()
+
+
+def check(directory: Path) -> Dict[str, Any]:
+    """Compare `directory` with the pinned manifest.
+
+    Returns {"ok", "digest" (of what lies there, None where a file is missing), "expected",
+    "files": {name: sha256 or None}, "problems": [text]}.
+    Raises ModelError where the directory or a file cannot be read.
+    """
+    try:
+        present = sorted(os.listdir(directory))
+    except OSError as error:
+        raise ModelError(f"cannot read the model directory {directory}: {error.strerror}") from error
+    problems = []
+    if stat.S_IMODE(directory.stat().st_mode) & 0o555 != 0o555:
+        problems.append(f"{directory} cannot be entered by the service's user: chmod 0755")
+    problems += [f"{n} does not belong to the model" for n in present if n not in MANIFEST]
+    sums: Dict[str, Any] = dict.fromkeys(MANIFEST)
+    for name in sorted(MANIFEST):
+        path = directory / name
+        if name not in present:
+            problems.append(f"{name} is missing")
+            continue
+        if not stat.S_ISREG(path.lstat().st_mode):
+            problems.append(f"{name} is not a regular file")
+            continue
+        if stat.S_IMODE(path.stat().st_mode) & 0o444 != 0o444:
+            problems.append(f"{name} cannot be read by the service's user: chmod 0644")
+        try:
+            sums[name] = sum_file(path)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        if sums[name] != MANIFEST[name]:
+            problems.append(f"{name} has sha256 {sums[name]}, expected {MANIFEST[name]}")
+    whole = None if None in sums.values() else digest_of(sums)
+    return {
+        "ok": not problems,
+        "digest": whole,
+        "expected": DIGEST,
+        "files": sums,
+        "problems": problems,
+    }
+
+
+def write_files(directory: Path) -> Dict[str, str]:
+    """Write all files below `directory` (0644, synced); returns their sha256 by name."""
+    sums = {}
+    for name, pieces in files():
+        found = hashlib.sha256()
+        with (directory / name).open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+                found.update(piece)
+            os.fchmod(file.fileno(), 0o644)
+            file.flush()
+            os.fsync(file.fileno())
+        sums[name] = found.hexdigest()
+    return sums
+
+
+def sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def build(out: Path) -> Dict[str, Any]:
+    """Make the model in `out`, whole or not at all; a good one that is there already is kept.
+
+    Returns what `check` returns, and "built": whether files were written.
+    Raises ModelError where `out` holds anything that is not the model's, where it cannot be
+    written, or where the files made here are not the pinned ones.
+    """
+    out = Path(os.path.abspath(out))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ModelError(f"cannot use {out.parent}: {error.strerror}") from error
+    try:
+        # One builder a directory, so that what an earlier one left behind may be removed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in out.parent.glob(out.name + ".tmp-*"):
+            shutil.rmtree(left)
+        if os.path.lexists(out):
+            if out.is_symlink() or not out.is_dir():
+                raise ModelError(f"{out} is not a directory: name another, or move it away")
+            found = check(out)
+            if found["ok"]:
+                return {**found, "built": False}
+            foreign = sorted(set(os.listdir(out)) - set(MANIFEST))
+            if foreign:
+                raise ModelError(
+                    f"{out} holds what is not the model's ({', '.join(foreign[:5])}): "
+                    "name another directory, or move it away"
+                )
+        _build_beside(out)
+        return {**check(out), "built": True}
+    except OSError as error:
+        raise ModelError(f"cannot write the model in {out}: {error}") from error
+    finally:
+        os.close(lock)
+
+
+def _build_beside(out: Path) -> None:
+    """Write in a directory beside `out`, compare, then rename; nothing is left on failure."""
+    temporary = Path(tempfile.mkdtemp(prefix=out.name + ".tmp-", dir=out.parent))
+    try:
+        new, old = temporary / "new", temporary / "old"
+        new.mkdir()
+        sums = write_files(new)
+        if digest_of(sums) != DIGEST:
+            wrong = [name for name in sorted(sums) if sums[name] != MANIFEST.get(name)]
+            raise ModelError(
+                f"the files made by this Python ({sys.version.split()[0]}) are not the pinned ones: "
+                f"{', '.join(wrong)}; nothing was kept. Report it with this line"
+            )
+        new.chmod(0o755)
+        sync_directory(new)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+        sync_directory(out.parent)
+    finally:
+        shutil.rmtree(temporary)
+
+
+def main(arguments: List[str]) -> int:
+    parser = argparse.ArgumentParser(description="Make and check kvhost's built-in model.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIR", help="make the model in DIR")
+    what.add_argument("--check", type=Path, metavar="DIR", help="compare DIR with the manifest")
+    what.add_argument("--digest", action="store_true", help="print the pinned digest")
+    what.add_argument("--describe", action="store_true", help="print sizes and shape as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        if options.digest:
+            print(DIGEST)
+            return 0
+        if options.describe:
+            print(json.dumps(describe()))
+            return 0
+        result = build(options.out) if options.out else check(options.check)
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
