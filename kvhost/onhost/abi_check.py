@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Proves that an engine environment really loads, as the user and in the environment of a service.
+
+Run by the environment's own Python. A mismatch in this stack is seldom an error: it shows as a
+log line, and the engine goes on without its compiled kernels. So each line here asks for the
+thing itself. Prints one JSON object {"ok": bool, "checks": [{"name", "state", "detail"}]} as the
+last line; state is ok, FAIL or n/a (n/a: there is nothing to check on this accelerator, which is
+not the same as passed). Exit 0 when all are ok, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+
+CHECKS = []
+
+
+def check(name):
+    def register(function):
+        CHECKS.append((name, function))
+        return function
+
+    return register
+
+
+@check("writable places")
+def writable_places():
+    for variable in ("HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "TMPDIR"):
+        folder = os.environ.get(variable)
+        if not folder:
+            raise RuntimeError("%s is not set" % variable)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    return "HOME, numba's and vLLM's caches, TMPDIR"
+
+
+@check("libnuma")
+def libnuma():
+    # without it vLLM logs "Failed to import from vllm._C" and goes on without compiled ops
+    ctypes.CDLL("libnuma.so.1")
+    return "libnuma.so.1 loads"
+
+
+@check("torch")
+def torch_build():
+    import torch
+
+    if "+cpu" not in torch.__version__:
+        raise RuntimeError("torch %s is not a CPU build" % torch.__version__)
+    if float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) != 512.0:
+        raise RuntimeError("torch multiplies wrongly")
+    return torch.__version__
+
+
+@check("numba caches")
+def numba_caches():
+    # imported the way LMCache does it: a function that cannot be cached degrades LMCache to
+    # "CLI-only mode", with only a warning
+    from numba import njit
+
+    source = os.path.join(tempfile.mkdtemp(), "kvhost_abi_numba.py")
+    with open(source, "w", encoding="utf-8") as handle:
+        handle.write("def double(x):\n    return x + x\n")
+    sys.path.insert(0, os.path.dirname(source))
+    double = njit(cache=True)(importlib.import_module("kvhost_abi_numba").double)
+    if double(21) != 42:
+        raise RuntimeError("numba computes wrongly")
+    return "in %s" % os.environ["NUMBA_CACHE_DIR"]
+
+
+@check("vllm")
+def vllm_version():
+    import vllm
+
+    named = importlib.metadata.version("vllm")
+    if not named.startswith(vllm.__version__.split("+")[0]):
+        raise RuntimeError("vllm %s, but its metadata says %s" % (vllm.__version__, named))
+    return named
+
+
+@check("vllm compiled ops")
+def vllm_ops():
+    import torch
+    import vllm._custom_ops  # noqa: F401  (loads the extension that fits this CPU)
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise RuntimeError("vLLM chose the platform %r" % current_platform.device_name)
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "silu_and_mul"):
+        raise RuntimeError("torch.ops._C.silu_and_mul is missing: compiled ops did not load")
+    gate = torch.ones(1, 16)
+    out = torch.empty(1, 8)
+    torch.ops._C.silu_and_mul(out, gate)
+    if not 0.7 < float(out[0, 0]) < 0.75:  # silu(1) = 0.7311
+        raise RuntimeError("silu_and_mul computes wrongly: %s" % out[0, 0])
+    return "%s, silu_and_mul ran" % type(current_platform).__name__
+
+
+@check("lmcache")
+def lmcache_native():
+    import lmcache
+    from lmcache import device_ops  # noqa: F401  (missing when LMCache degraded itself)
+
+    for name in ("lmcache.lmcache_native", "lmcache.lmcache_fs"):
+        importlib.import_module(name)
+    return "%s, lmcache_native and lmcache_fs load" % importlib.metadata.version("lmcache")
+
+
+@check("lmcache server")
+def lmcache_server():
+    from lmcache.cli.main import main  # noqa: F401
+
+    return "command line loads"
+
+
+@check("MP connector")
+def mp_connector():
+    module = importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
+    return module.LMCacheMPConnector.__name__
+
+
+@contextlib.contextmanager
+def stderr_copy():
+    """All that this process writes to file descriptor 2 (compiled code too), also shown."""
+    kept, spool = os.dup(2), tempfile.TemporaryFile()
+    os.dup2(spool.fileno(), 2)
+    text = []
+    try:
+        yield text
+    finally:
+        os.dup2(kept, 2)
+        spool.seek(0)
+        text.append(spool.read().decode(errors="replace"))
+        sys.stderr.write(text[0])
+
+
+DEGRADED = ("CLI-only mode", "Failed to import from vllm._C", "compiled extension not found")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accelerator", choices=["cpu"], required=True)
+    parser.parse_args()
+    results = []
+    with stderr_copy() as log:
+        for name, function in CHECKS:
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    entry = {"name": name, "state": "ok", "detail": str(function())}
+            except BaseException as error:  # whatever an import throws is the finding
+                text = "%s: %s" % (type(error).__name__, error)
+                entry = {"name": name, "state": "FAIL", "detail": " ".join(text.split())[:300]}
+            results.append(entry)
+    seen = [text for text in DEGRADED if text in log[0]]
+    results.append(
+        {
+            "name": "no silent fallback",
+            "state": "FAIL" if seen else "ok",
+            "detail": "logged: %s" % "; ".join(seen) if seen else "none of the known log lines",
+        }
+    )
+    for name in ("CUDA runtime", "lmcache.cuda_ops", "GPU store and load"):
+        results.append({"name": name, "state": "n/a", "detail": "no GPU is used"})
+    ok = all(entry["state"] != "FAIL" for entry in results)
+    print(json.dumps({"ok": ok, "checks": results}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
