@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Asks the installed vLLM what a configuration really means, and writes it down.
+
+Run by the engine environment's Python, as the service's user: `resolve.py --config vllm.yaml
+--out FILE`. "auto" and defaults are resolved by the engine's own code, so that the digest which
+names the KV cache's directory is taken from what will be computed, not from what was asked for.
+Exit 0: FILE is written. Exit 1: vLLM refuses the configuration (its reason is on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+
+
+def resolved(path):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["serve", "--config", path][1:])
+    engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    model, cache, parallel = engine.model_config, engine.cache_config, engine.parallel_config
+    text = model.hf_text_config
+    return {
+        "dtype": str(model.dtype).replace("torch.", ""),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_layout": cache.kv_cache_layout,
+        "block_size": cache.block_size,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "architectures": list(model.architectures),
+        "layers": model.get_total_num_hidden_layers(),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "sliding_window": cache.sliding_window,
+        "rope": json.loads(json.dumps(getattr(text, "rope_parameters", None), default=str)),
+        "max_model_len": model.max_model_len,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("vllm", "lmcache", "torch")
+        },
+        "machine": platform.machine(),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="vLLM's YAML configuration")
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer = resolved(options.config)
+        except SystemExit as error:  # the argument parser's way of refusing
+            return 1 if error.code else 0
+        except Exception as error:
+            print("vLLM refuses %s: %s" % (options.config, error), file=sys.stderr)
+            return 1
+    temporary = options.out + ".new"
+    with open(temporary, "w", encoding="utf-8") as handle:
+        json.dump(answer, handle, indent=1, sort_keys=True)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
