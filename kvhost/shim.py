@@ -47,7 +47,9 @@ def build_shim(vllm_version: str) -> bytes:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as wheel:
         for name, text in files.items():
             entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.create_system = 3  # Unix, so that the mode counts, also where it is built elsewhere
+            entry.create_system = (
+                3  # Unix, so that the mode counts, also where it is built elsewhere
+            )
             entry.external_attr = 0o100644 << 16
             wheel.writestr(entry, text)
     return out.getvalue()

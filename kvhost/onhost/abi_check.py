@@ -36,7 +36,7 @@ def writable_places():
     for variable in ("HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "TMPDIR"):
         folder = os.environ.get(variable)
         if not folder:
-            raise RuntimeError("%s is not set" % variable)
+            raise RuntimeError(f"{variable} is not set")
         with tempfile.TemporaryFile(dir=folder):
             pass
     return "HOME, numba's and vLLM's caches, TMPDIR"
@@ -54,7 +54,7 @@ def torch_build():
     import torch
 
     if "+cpu" not in torch.__version__:
-        raise RuntimeError("torch %s is not a CPU build" % torch.__version__)
+        raise RuntimeError(f"torch {torch.__version__} is not a CPU build")
     if float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) != 512.0:
         raise RuntimeError("torch multiplies wrongly")
     return torch.__version__
@@ -73,7 +73,7 @@ def numba_caches():
     double = njit(cache=True)(importlib.import_module("kvhost_abi_numba").double)
     if double(21) != 42:
         raise RuntimeError("numba computes wrongly")
-    return "in %s" % os.environ["NUMBA_CACHE_DIR"]
+    return "in {}".format(os.environ["NUMBA_CACHE_DIR"])
 
 
 @check("vllm")
@@ -82,7 +82,7 @@ def vllm_version():
 
     named = importlib.metadata.version("vllm")
     if not named.startswith(vllm.__version__.split("+")[0]):
-        raise RuntimeError("vllm %s, but its metadata says %s" % (vllm.__version__, named))
+        raise RuntimeError(f"vllm {vllm.__version__}, but its metadata says {named}")
     return named
 
 
@@ -93,7 +93,7 @@ def vllm_ops():
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        raise RuntimeError("vLLM chose the platform %r" % current_platform.device_name)
+        raise RuntimeError(f"vLLM chose the platform {current_platform.device_name!r}")
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "silu_and_mul"):
         raise RuntimeError("torch.ops._C.silu_and_mul is missing: compiled ops did not load")
@@ -101,8 +101,8 @@ def vllm_ops():
     out = torch.empty(1, 8)
     torch.ops._C.silu_and_mul(out, gate)
     if not 0.7 < float(out[0, 0]) < 0.75:  # silu(1) = 0.7311
-        raise RuntimeError("silu_and_mul computes wrongly: %s" % out[0, 0])
-    return "%s, silu_and_mul ran" % type(current_platform).__name__
+        raise RuntimeError(f"silu_and_mul computes wrongly: {out[0, 0]}")
+    return f"{type(current_platform).__name__}, silu_and_mul ran"
 
 
 @check("lmcache")
@@ -112,7 +112,7 @@ def lmcache_native():
 
     for name in ("lmcache.lmcache_native", "lmcache.lmcache_fs"):
         importlib.import_module(name)
-    return "%s, lmcache_native and lmcache_fs load" % importlib.metadata.version("lmcache")
+    return "{}, lmcache_native and lmcache_fs load".format(importlib.metadata.version("lmcache"))
 
 
 @check("lmcache server")
@@ -157,7 +157,7 @@ def main():
                 with contextlib.redirect_stdout(sys.stderr):
                     entry = {"name": name, "state": "ok", "detail": str(function())}
             except BaseException as error:  # whatever an import throws is the finding
-                text = "%s: %s" % (type(error).__name__, error)
+                text = f"{type(error).__name__}: {error}"
                 entry = {"name": name, "state": "FAIL", "detail": " ".join(text.split())[:300]}
             results.append(entry)
     seen = [text for text in DEGRADED if text in log[0]]
@@ -165,7 +165,9 @@ def main():
         {
             "name": "no silent fallback",
             "state": "FAIL" if seen else "ok",
-            "detail": "logged: %s" % "; ".join(seen) if seen else "none of the known log lines",
+            "detail": "logged: {}".format("; ".join(seen))
+            if seen
+            else "none of the known log lines",
         }
     )
     for name in ("CUDA runtime", "lmcache.cuda_ops", "GPU store and load"):

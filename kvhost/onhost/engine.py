@@ -187,7 +187,7 @@ def abi_check(args):
     for check in result["checks"]:
         say("  %-4s %-22s %s" % (check["state"], check["name"], check["detail"]))
     if not result["ok"]:
-        fail("the ABI check failed in %s; the current environment is as it was" % args.env)
+        fail(f"the ABI check failed in {args.env}; the current environment is as it was")
     return result["checks"]
 
 
@@ -212,10 +212,10 @@ def install(args):
     step_done("venv")
     torch_index = args.torch_index if needs_torch_index(args.uv, pip, args) else None
     if torch_index:
-        say("torch: from %s (the host's pip configuration does not offer it)" % torch_index)
+        say(f"torch: from {torch_index} (the host's pip configuration does not offer it)")
     stop = threading.Event()
     threading.Thread(target=watch, args=(args.env, stop, began), daemon=True).start()
-    say("installing %s" % os.path.basename(args.lock))
+    say(f"installing {os.path.basename(args.lock)}")
     try:
         run_uv(
             args,
@@ -229,7 +229,7 @@ def install(args):
     # umask of whoever runs this may be strict: the service's user must be able to read it all
     subprocess.run(["chmod", "-R", "go+rX,go-w", args.env], check=True)
     step_done("packages")
-    say("ABI check, as user %s" % args.user)
+    say(f"ABI check, as user {args.user}")
     checks = abi_check(args)
     step_done("abi")
     marker = {"lock": args.lock_digest, "abi": checks, **tree_manifest(args.env)}
@@ -258,7 +258,7 @@ def run_uv(args, command, pip, torch_index):
         hint = "A file is not the one that was locked: do not work around this; look at the index."
     else:
         hint = "If no index can be reached: see the host's pip configuration (pip config list)."
-    fail("uv could not install:\n%s\n%s\nThe current environment is as it was." % (reason, hint))
+    fail(f"uv could not install:\n{reason}\n{hint}\nThe current environment is as it was.")
 
 
 def write_marker(env, marker):
@@ -278,7 +278,7 @@ def is_complete(env):
     except FileNotFoundError:
         return {"complete": False, "why": "not built"}
     except (OSError, ValueError) as error:
-        return {"complete": False, "why": "marker unreadable: %s" % error}
+        return {"complete": False, "why": f"marker unreadable: {error}"}
     now = tree_manifest(env)
     if now["manifest"] != marker.get("manifest"):
         why = "changed since it was built (%s files then, %s now)"
@@ -289,7 +289,7 @@ def is_complete(env):
 def switch(args):
     state = is_complete(args.env)
     if not state["complete"]:
-        fail("%s is %s: not switched" % (args.env, state["why"]))
+        fail("{} is {}: not switched".format(args.env, state["why"]))
     temporary = args.current + ".new"
     if os.path.lexists(temporary):
         os.unlink(temporary)

@@ -73,7 +73,7 @@ def read_record(path):
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        say("the record of the run before is unreadable (%s): taken as an unclean stop" % error)
+        say(f"the record of the run before is unreadable ({error}): taken as an unclean stop")
         return {"clean_stop": False}
 
 
@@ -122,7 +122,7 @@ def main():
             spec = json.load(handle)
         digest = config_digest(args.spec, spec)
     except (OSError, ValueError) as error:
-        say("unusable: %s: %s" % (args.spec, error))
+        say(f"unusable: {args.spec}: {error}")
         return 78
     if args.digest:
         print(digest)
@@ -156,6 +156,9 @@ def run(spec, digest):
     gap = spec.get("min_gap_s", 0) - (time.time() - before.get("ended_unix", 0))
     if 0 < gap <= spec.get("min_gap_s", 0):
         time.sleep(gap)
+    failures = before.get("quick_failures", 0)
+    if failures:  # it died young the last times: no busy loop of starts
+        time.sleep(min(2**failures, 20))
     wait_for(spec.get("wait_for", []), spec.get("wait_s", 120))
     env = dict(spec["env"])
     for variable, path in spec.get("secret_env", {}).items():
@@ -163,28 +166,46 @@ def run(spec, digest):
             env[variable] = handle.read().rstrip("\n")
     for argv in spec.get("before", []):
         unclean = ["--unclean"] if clean_before is False else []
-        subprocess.run([part for a in argv for part in (unclean if a == "{unclean}" else [a])],
-                       env=env, check=True)
+        subprocess.run(
+            [part for a in argv for part in (unclean if a == "{unclean}" else [a])],
+            env=env,
+            check=True,
+        )
 
     child = subprocess.Popen(
-        spec["argv"], env=env, cwd=env.get("HOME", "/"), start_new_session=True,
-        preexec_fn=in_child, stdin=subprocess.DEVNULL,
+        spec["argv"],
+        env=env,
+        cwd=env.get("HOME", "/"),
+        start_new_session=True,
+        preexec_fn=in_child,
+        stdin=subprocess.DEVNULL,
     )
     stopping["pid"] = child.pid
     if stopping["asked"]:
         child.terminate()
     record = {
-        "service": spec["service"], "pid": child.pid, "start_ticks": start_ticks(child.pid),
-        "boot_id": boot_id(), "config_digest": digest, "started_unix": time.time(),
-        "clean_stop": None, "clean_stop_before": clean_before,
+        "service": spec["service"],
+        "pid": child.pid,
+        "start_ticks": start_ticks(child.pid),
+        "boot_id": boot_id(),
+        "config_digest": digest,
+        "started_unix": time.time(),
+        "clean_stop": None,
+        "clean_stop_before": clean_before,
         "ended_unix_before": before.get("ended_unix"),
     }
     write_record(spec["record"], record)
     say("%s runs as process %d" % (spec["service"], child.pid))
 
     code = wait_child(child, stopping, spec.get("stop_timeout_s", 30))
-    end_group(child.pid, "its parent ended with %s" % code)
-    record.update(clean_stop=stopping["asked"] and code is not None, ended_unix=time.time())
+    end_group(child.pid, f"its parent ended with {code}")
+    clean = stopping["asked"] and code is not None
+    young = time.time() - record["started_unix"] < 120
+    record.update(
+        clean_stop=clean,
+        ended_unix=time.time(),
+        quick_failures=failures + 1 if young and not clean else 0,
+    )
     write_record(spec["record"], record)
     if code is None:
         return 1

@@ -27,9 +27,10 @@ import stat
 import struct
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 SEED = b"kvhost builtin model 1"
 
@@ -51,21 +52,21 @@ PRINTABLE = range(0x20, 0x7F)
 
 # Standard deviations, measured at the input of each matrix (RMS 1). See docs/model.md.
 EMBED_STD = 1.0
-QK_STD = 1.5
+QK_STD = 2.1
 V_STD = 1.0
-O_STD = 16.0
+O_STD = 1.5
 MLP_STD = 1.0
 LOGIT_STD = 4.0
 
 # sha256 of each file, and of the sorted lines "NAME SHA256\n" of them all.
-MANIFEST: Dict[str, str] = {
+MANIFEST: dict[str, str] = {
     "config.json": "6907a0fb0e9cfd3b9074dfe1b6da09cf4881da1a1be78eec2cd4550b69c81f8a",
     "generation_config.json": "0eaff214d0367b3d5cb845c84bdb9ef872112e7688cfe842271d4d13496ddfbe",
-    "model.safetensors": "8c463e8212fe212345e3b61c52aa177b4ce46aaa68e4ba300f7b7ab660385665",
+    "model.safetensors": "9586a26f7445ce498739da19fcdc2e041202ab6c57aed8e97ee06fdf3d7b021d",
     "tokenizer.json": "a2b896cf68ebcbd2987350aa93dfee6af7c9f730beb4577b0be92a8e9003b221",
     "tokenizer_config.json": "004adff1bd600739acbffe27bfa43b7ed9442700c916f048123546fd9d8d645b",
 }
-DIGEST = "5d0c438cac0ee8666f9bf2528706899b2da3f2a2b2185cea31c09f80002172f6"
+DIGEST = "5b8826271ed614b27d6f5d90a768cc0f963f7e691fb31fbe7035be513ce0fa15"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -84,12 +85,12 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     std: float
     rows: Any = None
 
 
-def tensors() -> List[Tensor]:
+def tensors() -> list[Tensor]:
     """All tensors of the model, sorted by name."""
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     unit = 1 / math.sqrt(HIDDEN)
@@ -114,7 +115,7 @@ def tensors() -> List[Tensor]:
     return sorted(out)
 
 
-def byte_symbols() -> List[str]:
+def byte_symbols() -> list[str]:
     """The character that byte-level tokenizers write for each of the 256 bytes.
 
     Visible characters of Latin-1 stand for themselves, the others for U+0100 and on, in order
@@ -134,7 +135,7 @@ def bf16(value: float) -> bytes:
     return struct.pack("<H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
 
 
-def quantiles() -> List[float]:
+def quantiles() -> list[float]:
     """256 equally likely values of a Gaussian, mean 0, variance 1."""
     values = [NormalDist().inv_cdf((i + 0.5) / 256) for i in range(256)]
     scale = math.sqrt(sum(v * v for v in values) / 256)
@@ -160,7 +161,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 def safetensors() -> Iterator[bytes]:
     """The pieces of model.safetensors, in order."""
-    header: Dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors():
         size = 2 * math.prod(tensor.shape)
@@ -177,7 +178,7 @@ def safetensors() -> Iterator[bytes]:
         yield tensor_bytes(tensor)
 
 
-def config() -> Dict[str, Any]:
+def config() -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -207,7 +208,7 @@ def config() -> Dict[str, Any]:
     }
 
 
-def tokenizer() -> Dict[str, Any]:
+def tokenizer() -> dict[str, Any]:
     """Byte-level BPE without merges: one token a byte of UTF-8, so every text encodes."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return {
@@ -248,7 +249,7 @@ def tokenizer() -> Dict[str, Any]:
     }
 
 
-def tokenizer_config() -> Dict[str, Any]:
+def tokenizer_config() -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIALS[0],
@@ -261,10 +262,10 @@ def tokenizer_config() -> Dict[str, Any]:
     }
 
 
-def files() -> Iterator[Tuple[str, Iterator[bytes]]]:
+def files() -> Iterator[tuple[str, Iterator[bytes]]]:
     """Every file of the model: its name and its pieces."""
 
-    def text(value: Dict[str, Any]) -> Iterator[bytes]:
+    def text(value: dict[str, Any]) -> Iterator[bytes]:
         yield (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()
 
     yield "config.json", text(config())
@@ -274,13 +275,13 @@ def files() -> Iterator[Tuple[str, Iterator[bytes]]]:
     yield "tokenizer_config.json", text(tokenizer_config())
 
 
-def digest_of(sums: Dict[str, str]) -> str:
+def digest_of(sums: dict[str, str]) -> str:
     """sha256 over the lines "NAME SHA256\\n", sorted by name."""
     lines = "".join(f"{name} {sums[name]}\n" for name in sorted(sums))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def describe() -> Dict[str, Any]:
+def describe() -> dict[str, Any]:
     """The figures a plan needs; sizes in bytes, context in tokens."""
     parameters = sum(math.prod(t.shape) for t in tensors())
     return {
@@ -307,7 +308,7 @@ def sum_file(path: Path) -> str:
     return found.hexdigest()
 
 
-def check(directory: Path) -> Dict[str, Any]:
+def check(directory: Path) -> dict[str, Any]:
     """Compare `directory` with the pinned manifest.
 
     Returns {"ok", "digest" (of what lies there, None where a file is missing), "expected",
@@ -317,12 +318,14 @@ def check(directory: Path) -> Dict[str, Any]:
     try:
         present = sorted(os.listdir(directory))
     except OSError as error:
-        raise ModelError(f"cannot read the model directory {directory}: {error.strerror}") from error
+        raise ModelError(
+            f"cannot read the model directory {directory}: {error.strerror}"
+        ) from error
     problems = []
     if stat.S_IMODE(directory.stat().st_mode) & 0o555 != 0o555:
         problems.append(f"{directory} cannot be entered by the service's user: chmod 0755")
     problems += [f"{n} does not belong to the model" for n in present if n not in MANIFEST]
-    sums: Dict[str, Any] = dict.fromkeys(MANIFEST)
+    sums: dict[str, Any] = dict.fromkeys(MANIFEST)
     for name in sorted(MANIFEST):
         path = directory / name
         if name not in present:
@@ -349,7 +352,7 @@ def check(directory: Path) -> Dict[str, Any]:
     }
 
 
-def write_files(directory: Path) -> Dict[str, str]:
+def write_files(directory: Path) -> dict[str, str]:
     """Write all files below `directory` (0644, synced); returns their sha256 by name."""
     sums = {}
     for name, pieces in files():
@@ -373,7 +376,7 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def build(out: Path) -> Dict[str, Any]:
+def build(out: Path) -> dict[str, Any]:
     """Make the model in `out`, whole or not at all; a good one that is there already is kept.
 
     Returns what `check` returns, and "built": whether files were written.
@@ -434,7 +437,7 @@ def _build_beside(out: Path) -> None:
         shutil.rmtree(temporary)
 
 
-def main(arguments: List[str]) -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Make and check kvhost's built-in model.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="DIR", help="make the model in DIR")

@@ -38,8 +38,11 @@ def file_digest(path, told):
             done += len(block)
             if time.time() - told[0] > 10:
                 told[0] = time.time()
-                print("  ... %s: %d MB read" % (os.path.basename(path), done >> 20),
-                      file=sys.stderr, flush=True)
+                print(
+                    "  ... %s: %d MB read" % (os.path.basename(path), done >> 20),
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def load_cache(path):
@@ -66,25 +69,33 @@ def main():
     parser.add_argument("--user", help="the service's user, who must be able to read it")
     args = parser.parse_args()
     if not os.path.isfile(os.path.join(args.model, "config.json")):
-        fail("%s has no config.json: is it the directory of a model?" % args.model)
+        fail(f"{args.model} has no config.json: is it the directory of a model?")
     names = sorted(os.listdir(args.model))
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights:
         pickles = [name for name in names if name.endswith(PICKLES)]
-        fail("%s has no .safetensors weights%s" % (
-            args.model, "; %s are pickles, which run code when loaded: convert them"
-            % ", ".join(pickles[:3]) if pickles else ""))
+        fail(
+            "{} has no .safetensors weights{}".format(
+                args.model,
+                "; {} are pickles, which run code when loaded: convert them".format(
+                    ", ".join(pickles[:3])
+                )
+                if pickles
+                else "",
+            )
+        )
     cache, told, lines, total, weight_bytes = load_cache(args.cache), [time.time()], [], 0, 0
     fresh = {}
     for name in [name for name in names if name.endswith(SUFFIXES)]:
         path = os.path.join(args.model, name)
         st = os.stat(path)
         if args.user and not readable_by(args.user, path):
-            fail("%s cannot read %s: give it read access, and every directory above it x"
-                 % (args.user, path))
+            fail(
+                f"{args.user} cannot read {path}: give it read access, and every directory above it x"
+            )
         key = repr((path, st.st_size, st.st_ino, st.st_mtime_ns, st.st_ctime_ns))
         fresh[key] = cache.get(key) or file_digest(path, told)
-        lines.append("%s %s" % (name, fresh[key]))
+        lines.append(f"{name} {fresh[key]}")
         total += st.st_size
         weight_bytes += st.st_size if name.endswith(".safetensors") else 0
     if fresh != cache:
@@ -92,8 +103,11 @@ def main():
             json.dump(fresh, handle)
         os.replace(args.cache + ".new", args.cache)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    print(json.dumps({"digest": digest, "files": len(lines), "bytes": total,
-                      "weights_bytes": weight_bytes}))
+    print(
+        json.dumps(
+            {"digest": digest, "files": len(lines), "bytes": total, "weights_bytes": weight_bytes}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def show_log(base, name, lines=25):
         with open(path, encoding="utf-8", errors="replace") as handle:
             last = handle.readlines()[-lines:]
     except OSError as error:
-        last = ["no log: %s" % error]
-    say("last lines of %s:" % path)
+        last = [f"no log: {error}"]
+    say(f"last lines of {path}:")
     for line in last:
         say("  | " + line.rstrip()[:400])
 
@@ -133,7 +133,7 @@ def main():
         dead = given_up(args.base, began)
         deaths = deaths + 1 if dead else 0
         if deaths > 2:  # ended, and still not back after two more looks
-            say("not ready: %s ended by itself" % " and ".join(dead))
+            say("not ready: {} ended by itself".format(" and ".join(dead)))
             for name in dead:
                 show_log(args.base, name)
             return 1

@@ -61,7 +61,7 @@ def main():
         except SystemExit as error:  # the argument parser's way of refusing
             return 1 if error.code else 0
         except Exception as error:
-            print("vLLM refuses %s: %s" % (options.config, error), file=sys.stderr)
+            print(f"vLLM refuses {options.config}: {error}", file=sys.stderr)
             return 1
     temporary = options.out + ".new"
     with open(temporary, "w", encoding="utf-8") as handle:

@@ -51,7 +51,10 @@ class Host:
         """(exit code, output) of supervisorctl; exit 4 means that no supervisord answers."""
         done = subprocess.run(
             self.as_user([os.path.join(self.tools, "supervisorctl"), "-c", self.conf, *args]),
-            env=self.clean_env(), capture_output=True, text=True, check=False,
+            env=self.clean_env(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.returncode, (done.stdout + done.stderr).strip()
 
@@ -66,9 +69,17 @@ class Host:
     def wanted_digest(self, name):
         done = subprocess.run(
             self.as_user(
-                [self.path("bin", "launch.py"), "--digest", self.path("etc", name + ".json")]
+                [
+                    os.path.join(self.tools, "python"),
+                    self.path("bin", "launch.py"),
+                    "--digest",
+                    self.path("etc", name + ".json"),
+                ]
             ),
-            env=self.clean_env(), capture_output=True, text=True, check=False,
+            env=self.clean_env(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout.strip() if done.returncode == 0 else None
 
@@ -103,7 +114,9 @@ def status(host):
         record = host.record(name)
         state = states.get(name, ("DOWN", "no supervisord" if not states else "not known to it"))
         result[name] = {
-            "state": state[0], "detail": state[1], "pid": record.get("pid"),
+            "state": state[0],
+            "detail": state[1],
+            "pid": record.get("pid"),
             "alive": alive(record),
             "current": record.get("config_digest") == host.wanted_digest(name),
         }
@@ -118,7 +131,11 @@ def start_supervisor(host):
     touch_read(host)
     done = subprocess.run(
         host.as_user([os.path.join(host.tools, "supervisord"), "-c", host.conf]),
-        env=host.clean_env(), cwd=host.path("home"), capture_output=True, text=True, check=False,
+        env=host.clean_env(),
+        cwd=host.path("home"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         say("supervisord did not start:\n" + (done.stdout + done.stderr).strip())
@@ -149,7 +166,11 @@ def ensure(host):
     # the runner keeps its registration with the server only if it outlives it by two heartbeats;
     # launch.py keeps that pause, so a changed cache server alone does not restart the runner
     for name in stale:
-        say("%s %s" % ("restarting" if entries[name]["state"] == "RUNNING" else "starting", name))
+        say(
+            "{} {}".format(
+                "restarting" if entries[name]["state"] == "RUNNING" else "starting", name
+            )
+        )
         move(host, "restart", name)
 
 
@@ -169,18 +190,19 @@ def move(host, verb, name):
     old = host.record(name)
     if verb in ("stop", "restart"):
         host.ctl("stop", name)
-    if verb == "stop":
+    if verb == "stop" or (verb == "start" and alive(host.record(name))):
         return
     code, output = host.ctl("start", name)
     deadline = time.monotonic() + 60
     while code == 0 and time.monotonic() < deadline:
         now = host.record(name)
         if alive(now) and (now.get("pid"), now.get("start_ticks")) != (
-            old.get("pid"), old.get("start_ticks"),
+            old.get("pid"),
+            old.get("start_ticks"),
         ):
             return
         time.sleep(0.2)
-    say("%s did not start: %s" % (name, output))
+    say(f"{name} did not start: {output}")
     show_log(host, name)
     sys.exit(1)
 
@@ -189,21 +211,23 @@ def show_log(host, name, lines=20):
     try:
         with open(host.path("log", name + ".log"), encoding="utf-8", errors="replace") as handle:
             for line in handle.readlines()[-lines:]:
-                say("  %s | %s" % (name, line.rstrip()))
+                say(f"  {name} | {line.rstrip()}")
     except OSError as error:
-        say("  %s | no log: %s" % (name, error))
+        say(f"  {name} | no log: {error}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", required=True)
     parser.add_argument("--user", required=True)
-    parser.add_argument("command", choices=["status", "ensure", "start", "stop", "restart", "shutdown"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of %s; none: all" % (ORDER,))
+    parser.add_argument(
+        "command", choices=["status", "ensure", "start", "stop", "restart", "shutdown"]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {ORDER}; none: all")
     args = parser.parse_args()
     unknown = [name for name in args.names if name not in ORDER]
     if unknown:
-        parser.error("no service %s; there are %s" % (", ".join(unknown), ", ".join(ORDER)))
+        parser.error("no service {}; there are {}".format(", ".join(unknown), ", ".join(ORDER)))
     host = Host(args.base, args.user)
     if args.command == "status":
         print(json.dumps(status(host)))

@@ -1,0 +1,106 @@
+"""Which directory the KV cache lies in: the digest of everything that decides what its bytes mean.
+
+LMCache's own key holds the model's name, the world size and the tokens, and nothing of dtype,
+weights or versions; a file of another size loads with success (docs/architecture.md). So each
+meaning gets a directory of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: bytes of one element of the KV cache
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def digest_of(data: object) -> str:
+    """sha256 (hex) of canonical JSON."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def input_digest(vllm_config: str, model_digest: str, env_digest: str) -> str:
+    """Names a resolved configuration: the same inputs are resolved only once on a host."""
+    return digest_of([vllm_config, model_digest, env_digest])
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One namespace of the KV cache."""
+
+    fields: Mapping[str, Any]
+    #: bytes of a whole chunk's file, or None where the architecture does not tell it
+    chunk_bytes: int | None
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.fields)
+
+    def metadata(self) -> str:
+        """Content of the file that describes the namespace beside its data (pruner, sweep)."""
+        data = {"schema": 1, "chunk_bytes": self.chunk_bytes, "fields": self.fields}
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+
+def namespace_of(
+    resolved: Mapping[str, Any],
+    *,
+    model_digest: str,
+    model_revision: str | None,
+    chunk_size: int,
+    l2_adapter: str,
+) -> Namespace:
+    """From what resolve.py wrote (the engine's own word), never from the settings' "auto"."""
+    fields = {
+        "model_digest": model_digest,
+        "model_revision": model_revision,
+        "chunk_size": chunk_size,
+        "l2_adapter": l2_adapter,
+        **{
+            key: resolved[key]
+            for key in (
+                "dtype",
+                "quantization",
+                "kv_cache_dtype",
+                "kv_cache_layout",
+                "block_size",
+                "tensor_parallel",
+                "pipeline_parallel",
+                "rope",
+                "versions",
+                "machine",
+            )
+        },
+    }
+    return Namespace(fields, chunk_bytes(resolved, chunk_size))
+
+
+def kv_bytes_per_token(resolved: Mapping[str, Any]) -> int | None:
+    """2 (K and V) x layers x KV heads x head size x element bytes, over all ranks.
+
+    None where that formula does not hold (sliding window, unknown dtype) rather than a guess.
+    """
+    kv_dtype = resolved["kv_cache_dtype"]
+    element = DTYPE_BYTES.get(resolved["dtype"] if kv_dtype == "auto" else kv_dtype)
+    if element is None or resolved["sliding_window"] is not None:
+        return None
+    return int(2 * resolved["layers"] * resolved["kv_heads"] * resolved["head_size"] * element)
+
+
+def chunk_bytes(resolved: Mapping[str, Any], chunk_size: int) -> int | None:
+    """Bytes of the file of one chunk of ``chunk_size`` tokens, one rank; None if not known."""
+    per_token = kv_bytes_per_token(resolved)
+    plain = all(name in PLAIN_ATTENTION for name in resolved["architectures"])
+    if per_token is None or not plain or resolved["tensor_parallel"] != 1:
+        return None
+    return per_token * chunk_size
+
+
+#: Architectures whose KV cache is the same in every layer (full attention, no MLA, no state).
+PLAIN_ATTENTION = frozenset(
+    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
+)

@@ -1,0 +1,247 @@
+"""The services of a host, described once: supervisord's files come from this, later systemd's.
+
+Pure functions of settings and paths. A service is started by onhost/launch.py from a JSON
+description (`launch_spec`); what differs between supervisors is only who starts launch.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvhost.paths import HostPaths
+from kvhost.settings import Settings
+
+#: Files that the services share with the host scripts
+TIER_MARKER = ".kvhost-tier"
+NAMESPACE_FILE = ".kvhost-namespace.json"
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service, for whichever supervisor runs it. Times in seconds."""
+
+    name: str
+    #: what it is, for people
+    title: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    #: environment variable -> file that holds its secret value
+    secret_env: dict[str, str] = field(default_factory=dict)
+    #: "host:port" that must answer first
+    wait_for: tuple[str, ...] = ()
+    #: files whose change means that the service has to be restarted
+    watch: tuple[str, ...] = ()
+    #: commands run before it; the argument "{unclean}" becomes --unclean after an unclean stop
+    before: tuple[tuple[str, ...], ...] = ()
+    #: it does not start again sooner than this after its end
+    min_gap_s: float = 0
+    stop_timeout_s: int = 30
+    #: start order, low first
+    priority: int = 100
+
+    def launch_spec(self, paths: HostPaths) -> str:
+        """What launch.py reads, as JSON. Holds no secret, only the names of files that do."""
+        spec = {
+            "service": self.name,
+            "argv": list(self.argv),
+            "env": self.env,
+            "secret_env": self.secret_env,
+            "record": f"{paths.run}/{self.name}.json",
+            "watch": list(self.watch),
+            "wait_for": list(self.wait_for),
+            "wait_s": 120,
+            "before": [list(argv) for argv in self.before],
+            "min_gap_s": self.min_gap_s,
+            "stop_timeout_s": self.stop_timeout_s,
+        }
+        return json.dumps(spec, indent=1, sort_keys=True) + "\n"
+
+
+def model_dir(settings: Settings, paths: HostPaths) -> str:
+    """Where the model's files lie on the host."""
+    if settings.model_source == "builtin":
+        return f"{paths.models}/builtin"
+    if settings.model_source.startswith("/"):
+        return settings.model_source
+    owner, _, name = settings.model_source.partition("/")
+    return f"{paths.models}/{owner}--{name}--{(settings.model_revision or '')[:12]}"
+
+
+def served_name(settings: Settings) -> str:
+    """The name that clients ask for."""
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    if settings.model_source == "builtin":
+        return "kvhost-builtin"
+    return settings.model_source.rstrip("/").rpartition("/")[2]
+
+
+def dtype(settings: Settings) -> str:
+    """The dtype to ask vLLM for. Its "auto" turns float32 weights into bfloat16; the built-in
+    model's answers are only stable enough to be compared in float32 (docs/model.md)."""
+    if settings.dtype == "auto" and settings.model_source == "builtin":
+        return "float32"
+    return settings.dtype
+
+
+def api_key_path(paths: HostPaths) -> str:
+    return f"{paths.secrets}/api-key"
+
+
+def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
+    """Environment of the services and of the ABI check (docs/engine.md says why each is here)."""
+    return {
+        "PATH": f"{paths.current}/bin:/usr/bin:/bin",
+        "HOME": paths.home,
+        "LC_ALL": "C.UTF-8",
+        "TMPDIR": f"{paths.home}/tmp",
+        "XDG_CACHE_HOME": f"{paths.home}/.cache",
+        # unset, `import lmcache` silently degrades: numba has nowhere to cache
+        "NUMBA_CACHE_DIR": f"{paths.home}/.cache/numba",
+        "VLLM_CACHE_ROOT": f"{paths.home}/.cache/vllm",
+        "HF_HOME": f"{paths.home}/.cache/huggingface",
+        # the environment is root's and stays as it was built: bytecode goes elsewhere
+        "PYTHONPYCACHEPREFIX": f"{paths.home}/.cache/pycache",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        # a single host: no default route is needed
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.engine_kv_gib),
+    }
+
+
+def vllm_config(settings: Settings, paths: HostPaths) -> dict[str, Any]:
+    """vLLM's options, for its YAML configuration (templates/vllm.yaml.j2)."""
+    return {
+        "model": model_dir(settings, paths),
+        "served-model-name": [served_name(settings)],
+        "host": settings.api_host,
+        "port": settings.api_port,
+        "max-model-len": settings.max_model_len,
+        "dtype": dtype(settings),
+        "kv-cache-dtype": settings.kv_cache_dtype,
+        "enable-prompt-tokens-details": True,
+        "enforce-eager": True,
+        "disable-uvicorn-access-log": True,
+        "kv-transfer-config": {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            # the default, "fail", turns a damaged file into a failed request
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": settings.cache_port,
+                "lmcache.mp.mq_timeout": settings.mq_timeout_s,
+                "lmcache.mp.heartbeat_interval": settings.heartbeat_s,
+            },
+        },
+    }
+
+
+def l2_adapter(settings: Settings, namespace_dir: str) -> dict[str, Any]:
+    """LMCache's description of the file tier. No cap here: none of its caps survives a restart."""
+    if settings.l2_adapter == "nixl_store_dynamic":
+        params = {"file_path": namespace_dir, "use_direct_io": "false"}
+        return {"type": "nixl_store_dynamic", "backend": "POSIX", "backend_params": params}
+    adapter: dict[str, Any] = {"type": settings.l2_adapter, "base_path": namespace_dir}
+    if settings.l2_adapter == "fs_native":
+        adapter["num_workers"] = 4
+    return adapter
+
+
+def shm_name(paths: HostPaths) -> str:
+    """Name of the cache server's shared memory, one an installation."""
+    return "kvhost" + paths.base_dir.replace("/", "-")
+
+
+def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
+    sweep = (
+        f"{paths.tools}/current/bin/python",
+        f"{paths.bin}/pruner.py",
+        "sweep",
+        "--tier",
+        settings.paths.tier_dir,
+        "--current",
+        namespace_dir.rpartition("/")[2],
+        "{unclean}",
+    )
+    argv = (
+        *(f"{paths.current}/bin/lmcache", "server"),
+        *("--host", "127.0.0.1", "--port", str(settings.cache_port)),
+        *("--http-host", "127.0.0.1", "--http-port", str(settings.cache_http_port)),
+        *("--l1-size-gb", str(settings.l1_gib), "--l1-init-size-gb", str(settings.l1_gib)),
+        *("--eviction-policy", "LRU", "--chunk-size", str(settings.chunk_size)),
+        *("--supported-transfer-mode", "auto", "--shm-name", shm_name(paths)),
+        *("--l2-adapter", json.dumps(l2_adapter(settings, namespace_dir), sort_keys=True)),
+    )
+    return Service(
+        name="cache",
+        title="LMCache server",
+        argv=argv,
+        env=service_env(settings, paths),
+        watch=(paths.current,),
+        before=(sweep,),
+        # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
+        min_gap_s=2 * settings.heartbeat_s + 1,
+        stop_timeout_s=60,
+        priority=10,
+    )
+
+
+def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> Service:
+    config = f"{paths.etc}/vllm.yaml"
+    return Service(
+        name="runner",
+        title="vLLM",
+        argv=(
+            *(f"{paths.current}/bin/vllm", "serve", "--config", config),
+            *settings.runner_extra_args,
+        ),
+        env=service_env(settings, paths),
+        secret_env={"VLLM_API_KEY": api_key_path(paths)} if with_key else {},
+        wait_for=(f"127.0.0.1:{settings.cache_port}",),
+        watch=(paths.current, config, f"{paths.etc}/model-digest"),
+        stop_timeout_s=60,
+        priority=20,
+    )
+
+
+def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
+    gib = 1 << 30
+    return Service(
+        name="pruner",
+        title="pruner of the tier",
+        argv=(
+            *(f"{paths.tools}/current/bin/python", f"{paths.bin}/pruner.py", "run"),
+            *("--tier", settings.paths.tier_dir),
+            *("--limit-bytes", str(int(settings.cache_limit_gib * gib))),
+            *("--high", str(settings.cache_high_watermark)),
+            *("--low", str(settings.cache_low_watermark)),
+            *("--free-floor-bytes", str(int(settings.free_floor_gib * gib))),
+            *("--interval", str(settings.pruner_interval_s)),
+            *("--current", namespace_dir.rpartition("/")[2]),
+            *("--status", f"{paths.run}/pruner-status.json"),
+        ),
+        env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
+        watch=(f"{paths.bin}/pruner.py",),
+        priority=30,
+    )
+
+
+def services(
+    settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool
+) -> tuple[Service, ...]:
+    """All services of a host in the order of their start."""
+    return (
+        cache_service(settings, paths, namespace_dir),
+        runner_service(settings, paths, with_key=with_key),
+        pruner_service(settings, paths, namespace_dir),
+    )
