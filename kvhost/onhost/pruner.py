@@ -1,0 +1,553 @@
+#!/usr/bin/env python3
+"""Keep the directory of KV cache files (the tier) within its limit, beside a live cache server.
+
+The tier holds ``ns-<hex>/``, one directory a namespace, each with the L2 files of one ``lmcache
+server``. Its adapters ``fs`` and ``fs_native`` look for a file at every lookup and write to a
+temporary name first, so a file may vanish at any time: its tokens are computed again.
+Promise: above the limit for at most one interval. Only names of files are removed, no directories.
+
+Order: namespaces that are not ``--current``, the one unused for longest first; then files by last
+use. Files used in the same 2 s are taken as one prompt's, and of those the newest goes first: the
+chunks of a prompt are written and read in order and serve only with those before them. A chunk that
+the server answers from its own memory (L1) is not read, so that is not use.
+
+Last use is the access time where this mount moves it. ``relatime`` lets a file's second read within
+a day pass unseen; setting its times to what they are renews the change time, and the next read
+counts (Linux, ``relatime_need_update``). Each scan does so for files read since the last: the order
+is exact to one interval. Where access times stand still (noatime, NFS) it is first in, first out.
+
+Hard links: the name in the tier goes, the other stays; counted for the limit, not as space won.
+Hidden files, sub-directories, symbolic links and other mounts are left alone, and reported.
+
+Exit codes: 0 done; 1 files could not be removed; 2 usage; 3 refused; 4 another pruner held the lock
+for 30 s; 5 nothing is left to remove and the limit or the floor is still crossed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import stat
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+MARKER = ".kvhost-tier"
+METADATA = ".kvhost-namespace.json"  # {"chunk_bytes": size of each file | null}
+NAMESPACE = re.compile(r"ns-[0-9a-f]+\Z")
+POLL_S = 0.1
+LOCK_WAIT_S = 30.0
+PROBE_EVERY_S = 600.0
+ONE_PROMPT_NS = 2 * 10**9
+TEMP_AGE_NS = 600 * 10**9  # a younger temporary file may be being written
+SETTLED_S = 30.0  # ZFS and some network filesystems tell the blocks of a new file only later
+MIN_FILES_TO_LEARN, AGREEING = 10, 0.9
+STRICT = "lru (access times move with every read)"
+REARMED = "lru (relatime, re-armed at each scan: exact to one interval)"
+FIFO = "fifo (access times do not move here)"
+Status = dict[str, Any]
+
+
+class Refused(Exception):
+    """The directory given is not a tier that may be pruned."""
+
+
+class Busy(Exception):
+    """Another pruner holds the lock of this tier."""
+
+
+class File(NamedTuple):
+    """One L2 file: sizes in bytes (``size`` is allocated), times in ns since the epoch."""
+
+    namespace: str
+    name: str
+    inode: int
+    size: int
+    apparent: int
+    links: int
+    mtime: int
+    used: int
+
+    @property
+    def temporary(self) -> bool:
+        # fs, fs_native: X.tmp for X.data; nixl_store_dynamic: X.data.tmp.<hex> (lmcache 0.5.6)
+        return self.name.endswith(".tmp") or ".tmp." in self.name
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Files of one kind have one size: MODEL@RANK@OBJECTGROUP@HASH.data (lmcache 0.5.6)."""
+        return (self.namespace, *self.name.split("@")[1:3])
+
+
+Victim = tuple[File, str]  # with the reason
+
+
+class Scan(NamedTuple):
+    """What lies in the tier; ``declared``: bytes that a file of a namespace must have, if known."""
+
+    files: list[File]
+    declared: dict[str, int | None]
+    left_alone: Counter[str]
+    free: int
+
+    @property
+    def usage(self) -> int:
+        return sum(f.size for f in self.files)
+
+
+class Tier:
+    """An opened, checked and locked tier. All below it is reached through file descriptors."""
+
+    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+        """Raises Refused for a directory that may not be pruned, Busy when it is locked."""
+        self.stack = stack
+        self.namespaces: dict[str, int] = {}
+        try:  # normpath: with a slash at its end O_NOFOLLOW would follow the link
+            self.root = self._open(os.path.normpath(path), os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as why:
+            raise Refused(f"{path}: cannot be opened as a directory, or is a link: {why}") from why
+        info, me = os.fstat(self.root), os.geteuid()
+        if os.path.samestat(info, Path("/").stat()):
+            raise Refused(f"{path}: is the root of the filesystem; give the tier's directory")
+        if me != 0 and info.st_uid not in (0, me):
+            raise Refused(f"{path}: belongs to uid {info.st_uid}; run this as that user")
+        try:
+            try:  # NFS locks exclusively for writers only
+                marker = self._open(MARKER, os.O_RDWR, self.root)
+            except PermissionError:
+                marker = self._open(MARKER, os.O_RDONLY, self.root)
+        except OSError as why:
+            raise Refused(f"{path}: no tier of kvhost, its {MARKER} does not open: {why}") from why
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Busy(f"{path}: another pruner has had the lock for 30 s") from None
+                time.sleep(0.02)
+
+    def _open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
+        self.stack.callback(os.close, fd)
+        return fd
+
+    def _enter(self, name: str) -> str | None:
+        """Open a namespace; returns why it is left alone, or None."""
+        try:
+            fd = self._open(name, os.O_RDONLY | os.O_DIRECTORY, self.root)
+        except FileNotFoundError:
+            return None
+        except OSError as why:
+            return f"namespace that does not open as a directory ({why.strerror})"
+        # Files are not compared: on overlayfs their device may differ from their directory's.
+        if _place(fd) != _place(self.root):
+            return "namespace on another mount"
+        self.namespaces[name] = fd
+        return None
+
+    def _declared_size(self, namespace: int) -> int | None:
+        """Raises OSError, ValueError, KeyError or TypeError for metadata that makes no sense."""
+        with open(self._open(METADATA, os.O_RDONLY, namespace), closefd=False) as text:
+            size = json.load(text)["chunk_bytes"]
+        if size is None or (type(size) is int and size > 0):
+            return size
+        raise ValueError(size)
+
+    def scan(self, policy: str, *, rearm: bool) -> Scan:
+        """Look at every file of every namespace once."""
+        now = time.time()
+        found = Scan([], {}, Counter(), free_bytes(self.root))
+        with os.scandir(self.root) as entries:
+            names = sorted(e.name for e in entries if NAMESPACE.match(e.name))
+        found.left_alone.update(filter(None, map(self._enter, names)))
+        for namespace, fd in self.namespaces.items():
+            found.declared[namespace] = None
+            try:
+                found.declared[namespace] = self._declared_size(fd)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, KeyError, TypeError):
+                found.left_alone[f"{METADATA} that makes no sense"] += 1
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    try:
+                        st = entry.stat(follow_symlinks=False)
+                        if not stat.S_ISREG(st.st_mode):
+                            found.left_alone["not a regular file"] += 1
+                            continue
+                        found.files.append(_file(namespace, entry.name, st, policy, now))
+                        # A read between stat and utime loses nothing: it would move no time.
+                        if rearm and st.st_atime_ns > max(st.st_mtime_ns, st.st_ctime_ns):
+                            times = (st.st_atime_ns, st.st_mtime_ns)
+                            os.utime(entry.name, ns=times, dir_fd=fd, follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    except PermissionError:
+                        found.left_alone["times of another owner's file"] += 1
+        return found
+
+    def remove(self, victims: list[Victim], policy: str) -> tuple[list[Victim], Counter[str]]:
+        """Unlink; returns what went, and the errors. A file used since the scan stays."""
+        gone: list[Victim] = []
+        errors: Counter[str] = Counter()
+        for victim, reason in victims:
+            fd = self.namespaces[victim.namespace]
+            try:
+                st = os.stat(victim.name, dir_fd=fd, follow_symlinks=False)
+                if st.st_ino != victim.inode or _used(st, policy) != victim.used:
+                    continue
+                os.unlink(victim.name, dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            except OSError as why:
+                errors[str(why.strerror)] += 1
+                continue
+            gone.append((victim, reason))
+        return gone, errors
+
+    def probe(self) -> str:
+        """Find out whether reading moves the access time of a file in this directory."""
+        name = f".kvhost-probe.{os.getpid()}"
+        old = time.time_ns() - 2 * 86400 * 10**9
+        seen = []
+        try:
+            fd = self._open(name, os.O_RDWR | os.O_CREAT, self.root)
+            try:
+                os.write(fd, b"x")
+                os.utime(fd, ns=(old, old - 10**9))
+                for _ in range(2):
+                    time.sleep(0.03)  # longer than the tick of the clock that stamps files
+                    os.pread(fd, 1, 0)
+                    seen.append(os.fstat(fd).st_atime_ns)
+            finally:
+                os.unlink(name, dir_fd=self.root)
+        except OSError as why:
+            return f"fifo (access times unknown: {why.strerror})"
+        if seen[0] == old:
+            return FIFO
+        return STRICT if seen[1] > seen[0] else REARMED
+
+
+def _place(fd: int) -> tuple[int, str]:
+    """Device and mount of a directory: a bind mount keeps the device, only the mount's id tells."""
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    return os.fstat(fd).st_dev, next((line for line in lines if line.startswith("mnt_id")), "")
+
+
+def _used(st: os.stat_result, policy: str) -> int:
+    return max(st.st_atime_ns, st.st_mtime_ns) if policy.startswith("lru") else st.st_mtime_ns
+
+
+def _file(namespace: str, name: str, st: os.stat_result, policy: str, now: float) -> File:
+    size = st.st_blocks * 512
+    if size == 0 or now - st.st_mtime < SETTLED_S:
+        size = max(size, st.st_size)
+    used = _used(st, policy)
+    return File(namespace, name, st.st_ino, size, st.st_size, st.st_nlink, st.st_mtime_ns, used)
+
+
+def free_bytes(where: int | str) -> int:
+    """Bytes that an unprivileged user can still write to the filesystem."""
+    st = os.statvfs(where)
+    return st.f_bavail * st.f_frsize
+
+
+def choose(scan: Scan, args: argparse.Namespace, now_ns: int) -> tuple[list[Victim], bool]:
+    """What to remove, in order, with the reason; and whether that will not be enough."""
+    victims = []
+    usage, keep_free = scan.usage, args.free_floor_bytes + args.headroom_bytes
+    over = usage > args.limit_bytes * args.high
+    for_limit = usage - int(args.limit_bytes * args.low) if over else 0
+    # Twice the headroom, so that a steady writer does not call for a scan at every poll.
+    for_floor = keep_free + args.headroom_bytes - scan.free if scan.free < keep_free else 0
+    last_used: dict[str, int] = defaultdict(int)
+    for f in scan.files:
+        last_used[f.namespace] = max(last_used[f.namespace], f.used)
+
+    def order(f: File) -> tuple[bool, int, str, int, int]:
+        old = bool(args.current) and f.namespace not in args.current
+        first = (False, last_used[f.namespace], f.namespace) if old else (True, 0, "")
+        return (*first, f.used // ONE_PROMPT_NS, -f.used)
+
+    enough = for_limit <= 0 and for_floor <= 0
+    files = [f for f in scan.files if f.temporary] if enough else sorted(scan.files, key=order)
+    for f in files:
+        reason = "limit" if for_limit > 0 else "floor" if for_floor > 0 else None
+        if f.temporary:
+            reason = "temporary" if now_ns - f.mtime > TEMP_AGE_NS else None
+        if reason:
+            victims.append((f, reason))
+            for_limit -= f.size
+            for_floor -= f.size if f.links == 1 else 0
+    return victims, for_limit > 0 or for_floor > 0
+
+
+def choose_damaged(scan: Scan, unsynced_since_ns: int | None) -> list[Victim]:
+    """What a sweep removes: temporary, empty, of a wrong size, or perhaps never synced.
+
+    The size is the one declared for the namespace, else the one that 90 % of at least 10 files of
+    a kind have, else not judged.
+    """
+    sizes: dict[tuple[str, ...], Counter[int]] = defaultdict(Counter)
+    for f in scan.files:
+        if not f.temporary:
+            sizes[f.kind][f.apparent] += 1
+    expected: dict[tuple[str, ...], int | None] = {}
+    for kind, found in sizes.items():
+        size, count = found.most_common(1)[0]
+        total = sum(found.values())
+        learned = size if total >= MIN_FILES_TO_LEARN and count >= AGREEING * total else None
+        expected[kind] = scan.declared[kind[0]] or learned
+    victims = []
+    for f in scan.files:
+        if f.temporary:
+            victims.append((f, "temporary"))
+        elif not f.apparent:
+            victims.append((f, "empty"))
+        elif expected[f.kind] not in (None, f.apparent):
+            victims.append((f, "wrong size"))
+        elif unsynced_since_ns is not None and f.mtime >= unsynced_since_ns:
+            victims.append((f, "unsynced"))
+    return victims
+
+
+def unsynced_since(args: argparse.Namespace, scan: Scan) -> int | None:
+    """Files written since this moment (ns) may not have reached the disk; None: all did.
+
+    Only a stop of the whole machine loses what was not synced: a killed server leaves its pages
+    with the kernel. A clean stop is taken to be followed by an orderly shutdown, which syncs.
+    When it stopped is not known; the newest file was written before, and reckoning from there
+    removes rather more than less.
+    """
+    record = json.loads(Path(args.record).read_text()) if args.record else {}
+    here = boot_id()
+    other_boot = record.get("boot_id", here) != here and record.get("clean_stop") is not True
+    if args.unclean == "no" or (args.unclean == "auto" and not other_boot):
+        return None
+    newest = max((f.mtime for f in scan.files if f.mtime <= time.time_ns()), default=0)
+    return newest - int(args.unsynced_seconds * 10**9)
+
+
+def writeback_seconds() -> float:
+    """When the kernel begins to write a dirty page, at the latest, and 25 s for the writing."""
+    waits = ("dirty_expire_centisecs", "dirty_writeback_centisecs")
+    return 25 + sum(float(Path("/proc/sys/vm", name).read_text()) for name in waits) / 100
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def log(line: str) -> None:
+    with contextlib.suppress(OSError):  # a log that cannot be written must not stop the pruning
+        print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pruner:", line, file=sys.stderr, flush=True)
+
+
+class Pruner:
+    """The passes of one process over one tier."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.policy, self.probed = args, "unknown", 0.0
+        self.removed: dict[str, Counter[str]] = defaultdict(Counter)  # since the start
+
+    def one_pass(self) -> Status:
+        """Scan, remove what is too much, return the status. Raises Refused, Busy, OSError."""
+        args, dry = self.args, self.args.dry_run
+        with contextlib.ExitStack() as stack:
+            tier = Tier(args.tier, stack)
+            if "unknown" in self.policy or time.monotonic() - self.probed > PROBE_EVERY_S:
+                self.policy, self.probed = tier.probe(), time.monotonic()
+            began = time.monotonic()
+            scan = tier.scan(self.policy, rearm=self.policy == REARMED and not dry)
+            seconds = time.monotonic() - began
+            if args.command == "sweep":
+                victims, short = choose_damaged(scan, unsynced_since(args, scan)), False
+            else:
+                victims, short = choose(scan, args, time.time_ns())
+            gone, errors = ([], {}) if dry else tier.remove(victims, self.policy)
+        freed = sum(f.size for f, _ in gone)
+        for f, reason in gone:
+            self.removed[reason].update(files=1, bytes=f.size)
+        if gone or errors:
+            why = ", ".join(f"{n} {reason}" for reason, n in Counter(r for _, r in gone).items())
+            failed = "".join(f"; {n} not removed: {text}" for text, n in errors.items())
+            usage = f"usage {mib(scan.usage)} -> {mib(scan.usage - freed)}"
+            log(f"removed {len(gone)} files, {mib(freed)} ({why}); {usage}{failed}")
+        namespaces = {name: {"files": 0, "bytes": 0} for name in scan.declared}
+        for files, sign in ((scan.files, 1), ([f for f, _ in gone], -1)):
+            for f in files:
+                namespaces[f.namespace]["files"] += sign
+                namespaces[f.namespace]["bytes"] += sign * f.size
+        return {
+            **{k: v for k, v in vars(args).items() if k not in ("command", "dry_run", "json")},
+            "state": "errors" if errors else "over, and nothing left" if short else "ok",
+            "time_unix": time.time(),
+            "boot_id": boot_id(),
+            "pid": os.getpid(),
+            "policy": self.policy,
+            "usage_bytes": scan.usage - freed,
+            "apparent_bytes": sum(f.apparent for f in scan.files)
+            - sum(f.apparent for f, _ in gone),
+            "files": len(scan.files) - len(gone),
+            "free_bytes": scan.free + freed,
+            "namespaces": namespaces,
+            "left_alone": scan.left_alone,
+            "last_scan_seconds": round(seconds, 4),
+            "removed": self.removed,
+            "errors": errors,
+            "would_remove": [{"reason": r, **f._asdict()} for f, r in victims] if dry else [],
+        }
+
+
+def close_to_a_limit(status: Status, pass_seconds: float, since: float) -> bool:
+    """Whether a cheap look at free space says not to wait for the interval.
+
+    What the filesystem lost since the scan may all have gone into the tier. A pass is repeated only
+    after a pause that keeps it below half of the time, and not at all when nothing could be done.
+    """
+    if since < pass_seconds or status["state"] != "ok":
+        return False
+    try:
+        free = free_bytes(status["tier"])
+    except OSError:
+        return True  # the next pass will say what is wrong
+    usage = int(status["usage_bytes"]) + int(status["free_bytes"]) - free
+    keep_free = int(status["free_floor_bytes"]) + int(status["headroom_bytes"])
+    return usage > int(status["limit_bytes"]) * float(status["high"]) or free < keep_free
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Pass after pass until SIGTERM. A tier that goes away later (unmounted) is waited for."""
+    pruner, said = Pruner(args), ""
+    status: Status = {}
+    while True:
+        began = time.monotonic()
+        try:
+            status = pruner.one_pass()
+        except (Refused, Busy, OSError) as why:
+            if not status:
+                raise  # a mistake of whoever starts it
+            status = {**status, "state": f"stopped: {why}", "time_unix": time.time()}
+        if status["state"] != said:
+            said = status["state"]
+            log(f"{said}; {status['policy']}; usage {mib(status['usage_bytes'])}")
+        if args.status:
+            try:
+                new = Path(f"{args.status}.tmp")
+                new.write_text(json.dumps(status, indent=1))
+                new.replace(args.status)
+            except OSError as why:  # a full disk is no reason to stop making room
+                log(f"status not written: {why}")
+        ended = time.monotonic()
+        while time.monotonic() < max(began + args.interval, ended + POLL_S):
+            time.sleep(POLL_S)
+            if close_to_a_limit(status, ended - began, time.monotonic() - ended):
+                break
+
+
+def show(status: Status) -> None:
+    """For people: what a dry run would remove, and the sums."""
+    for v in status["would_remove"]:
+        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["used"] / 1e9))
+        print(f"{v['reason']:<10} {v['size']:>14,} {used}  {v['namespace']}/{v['name']}")
+    if status["dry_run"]:
+        size = sum(v["size"] for v in status["would_remove"])
+        print(f"would remove {len(status['would_remove'])} files, {mib(size)}; nothing was changed")
+    usage = f"{status['files']} files, {mib(status['usage_bytes'])}"
+    left = "".join(f"; {n} left alone: {why}" for why, n in status["left_alone"].items())
+    print(f"{status['state']}: {usage}; {status['policy']}{left}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; exits with 2 when it makes no sense."""
+    about = str(__doc__)
+    parser = argparse.ArgumentParser(
+        description=about.split("\n\n")[0], epilog=about[about.index("Exit codes") :]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, text in (
+        ("run", "prune at every interval until SIGTERM"),
+        ("once", "one pass"),
+        ("sweep", "remove damaged files, before the cache server starts"),
+    ):
+        sub = commands.add_parser(command, help=text, description=text)
+        add = sub.add_argument
+        add("--tier", required=True, help=f"directory that holds ns-*/ and {MARKER}")
+        add("--current", action="append", default=[], help="namespace in use; repeatable")
+        if command == "sweep":
+            add("--unclean", choices=("auto", "yes", "no"), default="auto", help="see --record")
+            auto = "auto: unclean when boot_id is another's and clean_stop is not true"
+            add("--record", help=f"JSON on the run that ended; {auto}")
+            window = "what was written this shortly before an unclean stop goes (%(default)s)"
+            add("--unsynced-seconds", type=float, default=writeback_seconds(), help=window)
+        else:
+            add("--limit-bytes", type=int, required=True)
+            add("--high", type=float, default=0.95, help="prune above limit x HIGH (%(default)s)")
+            add("--low", type=float, default=0.85, help="prune to limit x LOW (%(default)s)")
+            add("--free-floor-bytes", type=int, default=0, help="always left free (%(default)s)")
+            early = "begin this early above the floor (5 %% of the limit, 16 MiB to 1 GiB)"
+            add("--headroom-bytes", type=int, help=early)
+        if command == "run":
+            add("--interval", type=float, default=5.0, help="seconds (%(default)s)")
+            add("--status", help="file to write the status to, as JSON")
+            sub.set_defaults(dry_run=False)
+        else:
+            add("--dry-run", action="store_true", help="say it, change nothing")
+            add("--json", action="store_true", help="print the status as JSON")
+    args = parser.parse_args(argv)
+    wrong = [f"--current {c}: not ns-<hex>" for c in args.current if not NAMESPACE.match(c)]
+    if not Path(args.tier).is_absolute():
+        wrong.append(f"--tier {args.tier}: not an absolute path")
+    if args.command != "sweep":
+        if args.headroom_bytes is None:  # what a burst writes until a pass has answered it
+            args.headroom_bytes = min(1 << 30, max(16 << 20, args.limit_bytes // 20))
+        if not 0 < args.low < args.high <= 1:
+            wrong.append(f"--low {args.low} --high {args.high}: need 0 < low < high <= 1")
+        if args.limit_bytes <= 0 or args.free_floor_bytes < 0 or args.headroom_bytes < 0:
+            wrong.append("--limit-bytes must be above 0, the other bytes not below")
+    if args.command == "run" and not args.interval > 0:
+        wrong.append(f"--interval {args.interval}: need more than 0 seconds")
+    if wrong:
+        parser.error("; ".join(wrong))
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the top for the exit codes."""
+    args = parse(argv)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        if args.command == "run":
+            run(args)
+        status = Pruner(args).one_pass()
+    except Refused as why:
+        log(f"refused: {why}")
+        return 3
+    except Busy as why:
+        log(str(why))
+        return 4
+    if args.json:
+        print(json.dumps(status, indent=1))
+    else:
+        show({**status, "dry_run": args.dry_run})
+    return {"ok": 0, "errors": 1}.get(status["state"], 5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
