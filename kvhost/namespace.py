@@ -42,7 +42,7 @@ class Namespace:
 
     def metadata(self) -> str:
         """Content of the file that describes the namespace beside its data (pruner, sweep)."""
-        data = {"schema": 1, "chunk_bytes": self.chunk_bytes, "fields": self.fields}
+        data = {"schema": 1, "chunk_bytes": self.chunk_bytes, "engine_config": self.fields}
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
 
@@ -77,6 +77,16 @@ def namespace_of(
         },
     }
     return Namespace(fields, chunk_bytes(resolved, chunk_size))
+
+
+def predicted_fields(
+    last: Mapping[str, Any], changes: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """The namespace's fields after a change of settings, as far as it can be told without asking
+    the engine: ``changes`` over the ``last`` ones; None where the last are of another form."""
+    if not set(changes) <= set(last):
+        return None
+    return {**last, **changes}
 
 
 def kv_bytes_per_token(resolved: Mapping[str, Any]) -> int | None:

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
 from kvhost.settings import Settings
 
@@ -62,7 +63,7 @@ class Service:
 def model_dir(settings: Settings, paths: HostPaths) -> str:
     """Where the model's files lie on the host."""
     if settings.model_source == "builtin":
-        return f"{paths.models}/builtin"
+        return f"{paths.models}/builtin-{BUILTIN_DIGEST[:16]}"
     if settings.model_source.startswith("/"):
         return settings.model_source
     owner, _, name = settings.model_source.partition("/")

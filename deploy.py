@@ -1,0 +1,21 @@
+"""The whole run: `pyinfra inventory.py deploy.py`. Every stage says "no change" the second time."""
+
+from deploys import cache, engine, model, runner, verify
+from deploys import host as host_stage
+from deploys.common.prepare import prepare
+from deploys.common.refused import refused
+from deploys.common.runlock import take_lock
+from deploys.common.testing import die_at_step
+
+run = prepare()
+die_at_step()
+if run is None:
+    refused(name="refused: see the plan above")
+else:
+    take_lock(name="host: one run at a time", run=run)
+    host_stage.deploy(run)
+    engine.deploy(run)
+    model.deploy(run)
+    cache.deploy(run)
+    runner.deploy(run)
+    verify.deploy(run)

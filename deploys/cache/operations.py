@@ -1,0 +1,75 @@
+"""Operations of the stage cache."""
+
+from __future__ import annotations
+
+import shlex
+from io import StringIO
+
+from pyinfra.api import operation
+from pyinfra.operations import files
+
+from deploys.common.context import Run
+from deploys.common.operations import (
+    Commands,
+    as_service,
+    executing,
+    refuse,
+    shown,
+    unknown_yet,
+)
+from deploys.common.rendered import look
+from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
+
+
+@operation()
+def resolve(run: Run) -> Commands:
+    """Has the installed engine say what the configuration means, once for the same inputs.
+
+    + run: the run of this host
+    """
+    late = look(run)
+    if late.resolved is not None:
+        return
+    if late.resolved_path is None:
+        yield refuse(f"model: {late.why}") if executing() else unknown_yet()
+        return
+    draft = f"{run.paths.home}/tmp/resolved.json"
+    ask = as_service(
+        run.user,
+        service_env(run.settings, run.paths),
+        (
+            f"{run.paths.current}/bin/python", run.script("resolve"),
+            "--config", f"{run.paths.etc}/vllm.yaml", "--out", draft,
+        ),
+    )  # fmt: skip
+    # the log of a good answer is long and says nothing: it is shown only when it went wrong
+    log = f"{run.paths.state}/resolve.log"
+    yield shown(
+        f"{shlex.join(ask)} > {log} 2>&1 || {{ tail -n 15 {log}; exit 1; }}; "
+        f"install -m 644 {draft} {late.resolved_path} && rm {draft}"
+    )
+
+
+@operation()
+def tier(run: Run) -> Commands:
+    """The tier's directory with its marker, and the namespace of this configuration.
+
+    + run: the run of this host
+    """
+    late = look(run)
+    if late.resolved is None:
+        yield refuse(f"the configuration was not resolved: {late.why}") if executing() else (
+            unknown_yet()
+        )
+        return
+    top, here, user = run.paths.tier_dir, late.namespace_dir(run), run.user
+    for path in (top, here):
+        yield from files.directory._inner(path=path, user=user, group=user, mode="700")
+    for path, text in (
+        (f"{top}/{TIER_MARKER}", "This directory is kvhost's: its pruner deletes files here.\n"),
+        (f"{here}/{NAMESPACE_FILE}", late.namespace(run).metadata()),
+    ):
+        yield from files.put._inner(
+            src=StringIO(text), dest=path, user=user, group=user, mode="600",
+            create_remote_dir=False,
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+"""What one run knows of one host, handed from deploy.py to every stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvhost.locks import EngineLock
+from kvhost.paths import HostPaths
+from kvhost.plan import Plan
+from kvhost.report import HostReport
+from kvhost.secrets import Secret
+from kvhost.settings import Settings
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings, the report and the plan of one host, and what follows from them."""
+
+    host: str
+    run_id: str
+    settings: Settings
+    report: HostReport
+    plan: Plan
+    lock: EngineLock
+    tools_digest: str
+    #: Python on the host that the environments are made of
+    python: str
+    api_key: Secret | None
+    hf_token: Secret | None
+
+    @property
+    def paths(self) -> HostPaths:
+        return self.settings.paths
+
+    @property
+    def user(self) -> str:
+        return self.settings.service_user
+
+    @property
+    def env_dir(self) -> str:
+        """Directory of the engine environment that this run wants."""
+        return f"{self.paths.envs}/{self.lock.digest[:16]}"
+
+    @property
+    def tools_dir(self) -> str:
+        return f"{self.paths.tools}/{self.tools_digest[:16]}"
+
+    @property
+    def tools_python(self) -> str:
+        return f"{self.paths.tools}/current/bin/python"
+
+    def script(self, name: str) -> str:
+        """Path on the host of one of kvhost/onhost's scripts."""
+        return f"{self.paths.bin}/{name}.py"

@@ -1,0 +1,92 @@
+"""Facts that fail closed: each answers {"status": "ok"|"unreadable", "data", "why"}, never {}.
+
+pyinfra's own facts return their default when a program is missing or fails, which then looks like
+"nothing there". Here a part that could not be read says so.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pyinfra.api import FactBase
+from typing_extensions import override
+
+ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
+
+_FAILED = "KVHOST-EXIT:"
+
+
+def unreadable(why: str) -> dict[str, Any]:
+    return {"status": "unreadable", "why": why, "data": None}
+
+
+class CommandJson(FactBase[dict[str, Any]]):
+    """Runs a command that prints one JSON value as its last line."""
+
+    @override
+    def command(self, argv: tuple[str, ...]) -> str:
+        # a failing command must still give an answer, or pyinfra would fail the host or default
+        return f"{shlex.join(argv)} 2>&1 || echo {_FAILED}$?"
+
+    @staticmethod
+    @override
+    def default() -> dict[str, Any]:
+        return unreadable("the command could not be run")
+
+    @override
+    def process(self, output: list[str]) -> dict[str, Any]:
+        lines = [line for line in output if line.strip()]
+        if not lines:
+            return unreadable("it printed nothing")
+        if lines[-1].startswith(_FAILED):
+            why = " | ".join(lines[-4:-1]) or "no output"
+            return {**unreadable(why[:600]), "exit": int(lines[-1][len(_FAILED) :])}
+        try:
+            return {"status": "ok", "why": None, "data": json.loads(lines[-1])}
+        except ValueError:
+            return unreadable(f"not JSON: {lines[-1][:200]}")
+
+
+class JsonFile(FactBase[dict[str, Any]]):
+    """A JSON file on the host; status "absent" when it is known not to be there."""
+
+    @override
+    def command(self, path: str) -> str:
+        quoted = shlex.quote(path)
+        return f"if [ -e {quoted} ]; then cat {quoted} || echo {_FAILED}; else echo {_FAILED}0; fi"
+
+    @staticmethod
+    @override
+    def default() -> dict[str, Any]:
+        return unreadable("the file could not be asked for")
+
+    @override
+    def process(self, output: list[str]) -> dict[str, Any]:
+        text = "\n".join(output)
+        if text.strip() == f"{_FAILED}0":
+            return {"status": "absent", "why": "not there", "data": None}
+        try:
+            return {"status": "ok", "why": None, "data": json.loads(text)}
+        except ValueError:
+            return unreadable(f"not JSON: {text[:200]}")
+
+
+class HostReportText(FactBase[str]):
+    """What onhost/report.py prints, in one round trip; the scripts travel with the command."""
+
+    @override
+    def command(self, argv: tuple[str, ...]) -> str:
+        parts = ["d=$(mktemp -d) || exit 1"]
+        for name in ("report.py", "report_held.py"):
+            text = (ONHOST / name).read_text()
+            parts.append(f"cat > \"$d/{name}\" <<'KVHOST-END'\n{text}\nKVHOST-END")
+        parts.append(f'python3 "$d/report.py" {shlex.join(argv)} 2>&1; rm -rf "$d"')
+        return "\n".join(parts)
+
+    @staticmethod
+    @override
+    def default() -> str:
+        return ""

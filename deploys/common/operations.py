@@ -1,0 +1,142 @@
+"""Operations that several stages use. Each says "no change" when the host is as wanted."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from pyinfra import context, host, logger
+from pyinfra.api import FileUploadCommand, FunctionCommand, StringCommand, operation
+from pyinfra.facts.files import File, Sha256File
+from pyinfra.operations import files
+
+from deploys.common.facts import CommandJson
+from kvhost.secrets import Secret
+
+Commands = Generator[Any, None, None]
+
+
+@dataclass(frozen=True)
+class Directory:
+    path: str
+    user: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class TextFile:
+    path: str
+    text: str
+    mode: str = "644"
+    user: str = "root"
+
+
+def executing() -> bool:
+    """Whether the run is past preparing: only then may anything be changed."""
+    return bool(context.state.is_executing)
+
+
+@operation()
+def directories(wanted: Iterable[Directory]) -> Commands:
+    """Directories with exactly this owner and mode.
+
+    + wanted: the directories, parents first
+    """
+    for item in wanted:
+        yield from files.directory._inner(
+            path=item.path, user=item.user, group=item.user, mode=item.mode
+        )
+
+
+@operation()
+def text_files(wanted: Iterable[TextFile]) -> Commands:
+    """Files with exactly this content, owner and mode.
+
+    + wanted: the files; their directories exist
+    """
+    for item in wanted:
+        yield from files.put._inner(
+            src=StringIO(item.text),
+            dest=item.path,
+            user=item.user,
+            group=item.user,
+            mode=item.mode,
+            create_remote_dir=False,
+        )
+
+
+@operation()
+def secret_file(path: str, secret: Secret, user: str) -> Commands:
+    """A file with a secret, 0600 from its first byte on, and never in a diff or a process list.
+
+    + path: where; its directory is 0700 and the user's
+    + secret: what it holds
+    + user: its owner
+    """
+    content = secret.get_secret_value() + "\n"
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    there = host.get_fact(File, path=path)
+    same = there and host.get_fact(Sha256File, path=path) == digest
+    right = there and there["user"] == user and int(there["mode"]) == 600
+    if same and right:
+        return
+    quoted = shlex.quote(path)
+    if not same:
+        # pyinfra's own upload is chmodded only afterwards: make the file first, closed
+        yield StringCommand(f"rm -f {quoted}.new && install -m 600 /dev/null {quoted}.new")
+        temp = host.get_temp_filename(path, temp_directory=path.rpartition("/")[0])
+        yield FileUploadCommand(StringIO(content), f"{path}.new", remote_temp_filename=temp)
+        yield StringCommand(f"mv {quoted}.new {quoted}")
+    yield StringCommand(f"chmod 600 {quoted} && chown {user}:{user} {quoted}")
+
+
+@operation()
+def run_unless(
+    check: tuple[str, ...], command: tuple[str, ...] | str, when_ok: Callable[[Any], bool]
+) -> Commands:
+    """Runs a command unless a check, which prints JSON, says that nothing is to be done.
+
+    + check: command whose last line is JSON
+    + command: what to run; a text is run by the shell
+    + when_ok: given the JSON, whether the host is as wanted; a check that fails is "no"
+    """
+    answer = host.get_fact(CommandJson, argv=check)
+    if answer["status"] == "ok" and when_ok(answer["data"]):
+        return
+    yield shown(command)
+
+
+def shown(command: tuple[str, ...] | str) -> FunctionCommand:
+    """A long command whose lines are shown as they come, each with the host's name."""
+    text = command if isinstance(command, str) else shlex.join(command)
+
+    def run(state: Any, host: Any) -> bool:
+        ok, _ = host.run_shell_command(StringCommand(text), print_output=True)
+        return bool(ok)
+
+    return FunctionCommand(run, (), {})
+
+
+def as_service(user: str, env: dict[str, str], argv: tuple[str, ...]) -> tuple[str, ...]:
+    """argv run with the service's identity and environment. Holds no secret: it is seen by ps."""
+    ids = ("--reuid", user, "--regid", user, "--init-groups", "--inh-caps=-all")
+    return ("setpriv", *ids, "env", "-i", *(f"{k}={v}" for k, v in env.items()), *argv)
+
+
+def unknown_yet() -> StringCommand:
+    """Stands for a change that can only be told once the steps before it have run."""
+    return StringCommand(":")
+
+
+def refuse(message: str) -> FunctionCommand:
+    """Fails this host, and no other, with a message instead of a traceback."""
+
+    def tell(state: Any, host: Any) -> bool:
+        host.log_styled(message, fg="red", log_func=logger.error)
+        return False
+
+    return FunctionCommand(tell, (), {})

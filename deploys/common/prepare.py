@@ -1,0 +1,202 @@
+"""The first half of a run: settings of all hosts, a report and a plan of each. Changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyinfra import context, host
+from pyinfra.api.arguments import all_global_arguments
+from pyinfra.api.exceptions import DeployError
+from rich.console import Console
+
+from deploys.common.context import REPO, Run
+from deploys.common.facts import ONHOST, HostReportText
+from deploys.common.rendered import vllm_yaml_of
+from deploys.common.runlock import is_dead
+from deploys.host import needed_packages
+from kvhost.locks import EngineLock, LockError, LockInfo, choose_lock, lock_infos, read_lock
+from kvhost.locks import tools_digest as digest_of_tools
+from kvhost.model_need import need_of
+from kvhost.namespace import digest_of, predicted_fields
+from kvhost.onhost import model_builtin
+from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
+from kvhost.plan_host import minor
+from kvhost.plan_view import render_plans
+from kvhost.report import HostReport, ReportError, parse_report
+from kvhost.secrets import SecretError, api_key, hf_token
+from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
+
+RUN_ID = uuid.uuid4().hex[:12]
+
+_settings: dict[str, Settings] = {}
+_plans: dict[str, Plan] = {}
+
+
+def pyinfra_keys() -> frozenset[str]:
+    """Data keys that are pyinfra's: global arguments and what the connectors take."""
+    keys = {name for name, _ in all_global_arguments()}
+    for one in context.state.inventory:
+        keys |= set(getattr(one.connector_cls, "data_cls", dict).__annotations__)
+    return frozenset(keys)
+
+
+def all_settings() -> dict[str, Settings]:
+    """Settings of every host of the inventory, checked once for the whole run.
+
+    Raises DeployError with all problems of all hosts, before anything is touched anywhere.
+    """
+    if not _settings:
+        data = {one.name: dict(one.data.dict()) for one in context.state.inventory}
+        try:
+            _settings.update(validate_hosts(data, pyinfra_keys()))
+        except SettingsError as error:
+            raise DeployError(f"the settings are not usable:\n{error}") from error
+    return _settings
+
+
+def gather(settings: Settings) -> HostReport:
+    """The host's report, in one round trip. Raises DeployError if what came is none."""
+    packages = needed_packages("/usr/bin/python3")
+    ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
+    argv = [
+        "--base-dir", settings.base_dir, "--tier-dir", settings.resolved_tier_dir,
+        "--service-user", settings.service_user, "--packages", ",".join(packages),
+        "--ports", ",".join(map(str, ports)),
+    ]  # fmt: skip
+    if settings.python != "auto":
+        argv += ["--python", settings.python]
+    if settings.model_source.startswith("/"):
+        argv += ["--model-path", settings.model_source]
+    try:
+        return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
+    except ReportError as error:
+        raise DeployError(f"{host.name}: {error}") from error
+
+
+def prepare() -> Run | None:
+    """Everything that is decided before a host is touched; None if the host is refused.
+
+    Prints the plans of all hosts in one table as soon as the last is known.
+    """
+    settings = all_settings()[host.name]
+    try:
+        key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
+        infos = lock_infos(REPO / "locks")
+    except (SecretError, LockError) as error:
+        raise DeployError(f"{host.name}: {error}") from error
+    report = gather(settings)
+    machine = report.arch.data.machine if report.arch.data else "unknown"
+    try:
+        info = choose_lock(infos, settings.engine_lock, machine)
+    except LockError:
+        # the plan says it, with what was needed and found
+        info = next(iter(infos.values()))
+    python = choose_python(settings, report, info.pythons)
+    version = minor(python) if python else info.pythons[0]
+    lock = read_lock(REPO / "locks", info, version, settings.engine_wheel)
+    inputs = plan_inputs(settings, report, info, lock)
+    plan = make_plan(settings, report, inputs)
+    show(plan)
+    if plan.refusals or python is None:
+        return None
+    return Run(
+        host=host.name,
+        run_id=RUN_ID,
+        settings=settings,
+        report=report,
+        plan=plan,
+        lock=lock,
+        tools_digest=inputs.tools_digest,
+        python=python.path,
+        api_key=key,
+        hf_token=token,
+    )
+
+
+def show(plan: Plan) -> None:
+    _plans[host.name] = plan
+    if len(_plans) == len(context.state.inventory.get_active_hosts()):
+        # stderr: stdout is pyinfra's --json
+        Console(stderr=True).print(render_plans(_plans))
+
+
+def plan_inputs(
+    settings: Settings, report: HostReport, info: LockInfo, lock: EngineLock
+) -> PlanInputs:
+    fields = predict(settings, report, lock)
+    builtin = model_builtin.describe()
+    run_lock = report.kvhost.data.run_lock.data if report.kvhost.data else None
+    return PlanInputs(
+        lock_name=info.name,
+        lock_digest=lock.digest,
+        lock_pythons=info.pythons,
+        lock_arch=info.machine,
+        download_bytes=info.download_bytes,
+        env_disk_bytes=info.disk_bytes,
+        third_party_build=lock.third_party is not None,
+        tools_digest=digest_of_tools(REPO / "locks"),
+        settings_digest=settings_digest(settings),
+        model=model_need(settings, report),
+        builtin_digest=model_builtin.DIGEST,
+        builtin_bytes=builtin["weights_bytes"],
+        engine_config_digest=digest_of(fields) if fields is not None else None,
+        engine_config=fields or {},
+        rendered=rendered(settings, report, lock),
+        lock_is_stale=is_dead(run_lock.content) if run_lock else None,
+    )
+
+
+def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
+    if settings.model_source == "builtin":
+        told = model_builtin.describe()
+        return ModelNeed(
+            told["weights_memory_bytes"], told["kv_bytes_per_token"], told["context_tokens"]
+        )
+    if report.model.data is None or report.model.data.config.data is None:
+        return None
+    weights = sum(f.bytes for f in report.model.data.files if f.name.endswith(".safetensors"))
+    return need_of(report.model.data.config.data, weights, settings)
+
+
+def rendered(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping[str, str]:
+    """sha256 of what this run would write, as far as that is known before it starts."""
+    texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in ONHOST.glob("[a-z]*.py")}
+    texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings)
+    return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
+
+
+def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping[str, Any] | None:
+    """The namespace's fields that this run will come to, from those of the last; None if unknown.
+
+    The engine's own word (stage cache) is what counts; this is for the plan.
+    """
+    receipt = report.kvhost.data.receipt.data if report.kvhost.data else None
+    if not isinstance(receipt, dict):
+        return None
+    model, last = receipt.get("model", {}), receipt.get("namespace", {}).get("fields")
+    if not isinstance(last, dict) or model.get("source") != settings.model_source:
+        return None
+    changes: dict[str, Any] = {
+        "chunk_size": settings.chunk_size,
+        "l2_adapter": settings.l2_adapter,
+        "model_revision": settings.model_revision,
+    }
+    if settings.kv_cache_dtype != "auto":
+        changes["kv_cache_dtype"] = settings.kv_cache_dtype
+    if settings.dtype != "auto":
+        changes["dtype"] = settings.dtype
+    if receipt.get("engine", {}).get("digest") != lock.digest:
+        changes["versions"] = {
+            **last.get("versions", {}), "lmcache": lock.lmcache, "torch": lock.torch,
+        }  # fmt: skip
+    return predicted_fields(last, changes)
+
+
+def local_state() -> Path:
+    """Where this controller keeps verdicts and receipts: reports/ beside deploy.py."""
+    return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))

@@ -1,0 +1,85 @@
+"""What is written to a host, rendered on the controller, and what it follows from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from pyinfra import host
+
+from deploys.common.context import REPO, Run
+from deploys.common.facts import CommandJson, JsonFile
+from kvhost.namespace import Namespace, input_digest, namespace_of
+from kvhost.services import Service, model_dir, services, vllm_config
+from kvhost.settings import Settings
+
+_templates = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(REPO / "templates"),
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
+    autoescape=False,  # these are configuration files, not HTML
+)
+
+
+def vllm_yaml_of(settings: Settings) -> str:
+    """vLLM's configuration file; needs nothing of the host."""
+    config = vllm_config(settings, settings.paths)
+    return _templates.get_template("vllm.yaml.j2").render(config=config)
+
+
+def vllm_yaml(run: Run) -> str:
+    return vllm_yaml_of(run.settings)
+
+
+def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
+    template = _templates.get_template("supervisord.conf.j2")
+    return template.render(paths=run.paths, services=described)
+
+
+@dataclass(frozen=True)
+class Late:
+    """What can only be known on the host, once model and environment are there; or why not."""
+
+    model_digest: str | None = None
+    resolved_path: str | None = None
+    resolved: dict[str, Any] | None = None
+    why: str | None = None
+
+    def namespace(self, run: Run) -> Namespace:
+        if self.resolved is None or self.model_digest is None:
+            raise RuntimeError(f"asked for the namespace before it is known: {self.why}")
+        return namespace_of(
+            self.resolved,
+            model_digest=self.model_digest,
+            model_revision=run.settings.model_revision,
+            chunk_size=run.settings.chunk_size,
+            l2_adapter=run.settings.l2_adapter,
+        )
+
+    def namespace_dir(self, run: Run) -> str:
+        return run.paths.namespace(self.namespace(run).digest)
+
+    def services(self, run: Run) -> tuple[Service, ...]:
+        with_key = run.api_key is not None
+        return services(run.settings, run.paths, self.namespace_dir(run), with_key=with_key)
+
+
+def look(run: Run) -> Late:
+    """Asks the host. Two round trips; the digests of unchanged weights are remembered there."""
+    model = host.get_fact(
+        CommandJson,
+        argv=(
+            "python3", run.script("model_digest"), "--model", model_dir(run.settings, run.paths),
+            "--cache", f"{run.paths.state}/model-digests.json", "--user", run.user,
+        ),
+    )  # fmt: skip
+    if model["status"] != "ok":
+        return Late(why=model["why"])
+    digest = model["data"]["digest"]
+    name = input_digest(vllm_yaml(run), digest, run.lock.digest)[:24]
+    path = f"{run.paths.state}/resolved-{name}.json"
+    resolved = host.get_fact(JsonFile, path=path)
+    if resolved["status"] != "ok":
+        return Late(digest, path, why=resolved["why"])
+    return Late(digest, path, resolved["data"])

@@ -1,0 +1,98 @@
+"""Stage engine: tools, and an environment that is proven before it becomes the current one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shlex
+
+from deploys.common.context import REPO, Run
+from deploys.common.operations import TextFile, run_unless, text_files
+from kvhost.services import service_env
+
+
+def lock_path(run: Run) -> str:
+    return f"{run.paths.locks}/{run.lock.name}-py{run.lock.python}-{run.lock.digest[:16]}.txt"
+
+
+def tools_commands(run: Run) -> tuple[str, str]:
+    """(check, build) of the tools' environment; the check prints true or false."""
+    here, current = run.tools_dir, f"{run.paths.tools}/current"
+    done = f"{here}/.kvhost-complete.json"
+    check = (
+        f'[ -f {done} ] && [ "$(readlink {current})" = {here} ] '
+        f"&& [ -x {here}/bin/supervisord ] && [ -x {here}/bin/uv ] && echo true || echo false"
+    )
+    build = " && ".join(
+        (
+            f"rm -rf {here}",
+            f"{shlex.quote(run.python)} -m venv {here}",
+            f"{here}/bin/python -m pip install -q --disable-pip-version-check --require-hashes "
+            f"--only-binary :all: -r {run.paths.locks}/tools.txt",
+            f"chmod -R go+rX,go-w {here}",
+            f'echo \'{{"digest": "{run.tools_digest}"}}\' > {done}',
+            f"ln -sfn {here} {current}.new",
+            f"mv -T {current}.new {current}",
+        )
+    )
+    return check, build
+
+
+def deploy(run: Run) -> None:
+    paths = run.paths
+    text_files(
+        name="engine: lock files",
+        wanted=[
+            TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text()),
+            TextFile(lock_path(run), run.lock.text),
+            TextFile(
+                f"{paths.etc}/service-env.json",
+                json.dumps(service_env(run.settings, paths), indent=1, sort_keys=True) + "\n",
+            ),
+        ],
+    )
+    check, build = tools_commands(run)
+    run_unless(
+        name="engine: tools (uv, supervisord)",
+        check=("sh", "-c", check),
+        command=build,
+        when_ok=bool,
+    )
+    for name, content in run.lock.wheels.items():
+        _wheel(run, name, content)
+    tools = f"{paths.tools}/current/bin"
+    script = run.script("engine")
+    run_unless(
+        name="engine: environment, proven by the ABI check",
+        check=("python3", script, "status", "--env", run.env_dir),
+        command=(
+            "python3", script, "install", "--lock", lock_path(run),
+            "--lock-digest", run.lock.digest, "--env", run.env_dir, "--wheels", paths.wheels,
+            "--python", run.python, "--pip-python", f"{tools}/python", "--uv", f"{tools}/uv",
+            "--cache", paths.uv_cache, "--user", run.user,
+            "--service-env", f"{paths.etc}/service-env.json",
+            "--abi-script", run.script("abi_check"),
+            "--torch-index", "https://download.pytorch.org/whl/cpu",
+        ),
+        when_ok=lambda state: bool(state["complete"]),
+    )  # fmt: skip
+    run_unless(
+        name="engine: switch to it",
+        check=("sh", "-c", f'[ "$(readlink {paths.current})" = {run.env_dir} ] && echo true'),
+        command=("python3", script, "switch", "--env", run.env_dir, "--current", paths.current),
+        when_ok=bool,
+    )
+
+
+def _wheel(run: Run, name: str, content: bytes) -> None:
+    """A small wheel of kvhost's own, by the shell: pyinfra's put takes text or files."""
+    path = f"{run.paths.wheels}/{name}"
+    encoded = base64.b64encode(content).decode()
+    digest = hashlib.sha256(content).hexdigest()
+    run_unless(
+        name="engine: metadata wheel",
+        check=("sh", "-c", f"echo {digest} {shlex.quote(path)} | sha256sum -c --status && echo true"),
+        command=f"echo {encoded} | base64 -d > {shlex.quote(path)} && chmod 644 {shlex.quote(path)}",
+        when_ok=bool,
+    )

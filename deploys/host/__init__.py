@@ -1,0 +1,49 @@
+"""Stage host: packages, the service's user, directories, the scripts that run on the host."""
+
+from __future__ import annotations
+
+from pyinfra.operations import server
+
+from deploys.common.context import REPO, Run
+from deploys.common.operations import Directory, TextFile, directories, text_files
+from deploys.host.operations import debian_packages
+
+
+def needed_packages(python: str) -> tuple[str, ...]:
+    """Debian packages; a Python outside /usr/bin brings its own venv module."""
+    venv = (f"{python.rpartition('/')[2]}-venv",) if python.startswith("/usr/bin/") else ()
+    return ("libnuma1", "ca-certificates", "util-linux", *venv)
+
+
+def wanted_directories(run: Run) -> list[Directory]:
+    paths, user = run.paths, run.user
+    roots = (
+        paths.base_dir, paths.bin, paths.etc, paths.locks, paths.wheels, paths.tools,
+        paths.envs, paths.models, paths.state,
+    )  # fmt: skip
+    own = (
+        paths.secrets, paths.log, paths.run, paths.home, f"{paths.home}/tmp",
+        f"{paths.home}/.cache", f"{paths.home}/.cache/numba", f"{paths.home}/.cache/vllm",
+    )  # fmt: skip
+    return [
+        *(Directory(path, "root", "755") for path in roots),
+        *(Directory(path, user, "700") for path in own),
+    ]
+
+
+def deploy(run: Run) -> None:
+    debian_packages(name="host: packages", packages=needed_packages(run.python))
+    server.user(
+        name="host: the service's user",
+        user=run.user,
+        home=run.paths.home,
+        shell="/usr/sbin/nologin",
+        system=True,
+        ensure_home=False,
+    )
+    directories(name="host: directories", wanted=wanted_directories(run))
+    scripts = sorted((REPO / "kvhost" / "onhost").glob("[a-z]*.py"))
+    text_files(
+        name="host: scripts",
+        wanted=[TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts],
+    )

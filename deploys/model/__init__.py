@@ -1,0 +1,48 @@
+"""Stage model: the weights, from a path, a hub, or made on the host."""
+
+from __future__ import annotations
+
+from deploys.common.context import Run
+from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
+
+from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
+from kvhost.services import model_dir, service_env
+
+
+def deploy(run: Run) -> None:
+    source, here = run.settings.model_source, model_dir(run.settings, run.paths)
+    if source.startswith("/"):
+        return  # the user's own: read, never written
+    if source == "builtin":
+        script = run.script("model_builtin")
+        run_unless(
+            name="model: the built-in one",
+            check=("python3", script, "--check", here),
+            # the marker is for the host report; what counts is the check of every byte
+            command=f"python3 {script} --out {here} && "
+            f'echo \'{{"digest": "{BUILTIN_DIGEST}"}}\' > {here}/.kvhost-complete.json',
+            when_ok=lambda state: bool(state["ok"]),
+        )
+        return
+    token_file = f"{run.paths.secrets}/hf-token"
+    if run.hf_token is not None:
+        secret_file(
+            name="model: token of the hub",
+            path=token_file,
+            secret=run.hf_token,
+            
+            user=run.user,
+        )
+    directories(name="model: directory", wanted=[Directory(here, run.user, "755")])
+    env = {**service_env(run.settings, run.paths), "HF_HUB_OFFLINE": "0"}
+    fetch = (
+        f"{run.paths.current}/bin/python", run.script("model_fetch"), "--repo", source,
+        "--revision", run.settings.model_revision or "", "--out", here,
+        *(("--token-file", token_file) if run.hf_token is not None else ()),
+    )  # fmt: skip
+    run_unless(
+        name="model: fetched from the hub",
+        check=("cat", f"{here}/.kvhost-complete.json"),
+        command=as_service(run.user, env, fetch),
+        when_ok=lambda state: state.get("revision") == run.settings.model_revision,
+    )

@@ -1,0 +1,23 @@
+"""Stage runner: the services' descriptions, their supervisor, and that they have answered."""
+
+from __future__ import annotations
+
+from deploys.common.context import Run
+from deploys.common.operations import secret_file
+from deploys.runner.operations import receipt, service_files, services_answer
+
+from kvhost.services import api_key_path
+
+
+def deploy(run: Run) -> None:
+    if run.api_key is not None:
+        secret_file(
+            name="runner: API key",
+            path=api_key_path(run.paths),
+            secret=run.api_key,
+            
+            user=run.user,
+        )
+    service_files(name="runner: descriptions of the services", run=run)
+    services_answer(name="runner: services run and have answered", run=run)
+    receipt(name="runner: receipt", run=run)

@@ -1,0 +1,113 @@
+"""Operations of the stage runner."""
+
+from __future__ import annotations
+
+import shlex
+from io import StringIO
+
+from pyinfra import host
+from pyinfra.api import operation
+from pyinfra.operations import files
+
+from deploys.common.context import Run
+from deploys.common.facts import CommandJson
+from deploys.common.operations import Commands, executing, refuse, shown, unknown_yet
+from deploys.common.rendered import Late, look, supervisord_conf, vllm_yaml
+from kvhost.receipt import make_receipt
+from kvhost.services import api_key_path, served_name
+
+
+def service_texts(run: Run, late: Late) -> dict[str, str]:
+    """Path -> content of every file that describes a service."""
+    described = late.services(run)
+    return {
+        **{f"{run.paths.etc}/{s.name}.json": s.launch_spec(run.paths) for s in described},
+        f"{run.paths.etc}/model-digest": f"{late.model_digest}\n",
+        f"{run.paths.etc}/supervisord.conf": supervisord_conf(run, described),
+    }
+
+
+@operation()
+def service_files(run: Run) -> Commands:
+    """The descriptions that launch.py and supervisord read.
+
+    + run: the run of this host
+    """
+    late = look(run)
+    if late.resolved is None:
+        yield refuse(f"the configuration was not resolved: {late.why}") if executing() else (
+            unknown_yet()
+        )
+        return
+    for path, text in service_texts(run, late).items():
+        yield from files.put._inner(
+            src=StringIO(text), dest=path, user="root", group="root", mode="644",
+            create_remote_dir=False,
+        )  # fmt: skip
+
+
+def services_command(run: Run, *words: str) -> tuple[str, ...]:
+    base = ("--base", run.paths.base_dir, "--user", run.user)
+    return ("python3", run.script("services"), *base, *words)
+
+
+def ready_command(run: Run, *words: str) -> tuple[str, ...]:
+    settings = run.settings
+    address = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
+    key = ("--key-file", api_key_path(run.paths)) if run.api_key is not None else ()
+    return (
+        "python3", run.script("ready"), "--base", run.paths.base_dir,
+        "--api", f"http://{address}:{settings.api_port}",
+        "--cache", f"http://127.0.0.1:{settings.cache_http_port}",
+        "--model", served_name(settings), *key, *words,
+    )  # fmt: skip
+
+
+@operation()
+def services_answer(run: Run) -> Commands:
+    """Every service runs with its present configuration, and a request has been answered.
+
+    + run: the run of this host
+    """
+    state = host.get_fact(CommandJson, argv=services_command(run, "status"))
+    good = state["status"] == "ok" and state["data"]["supervisor_fresh"]
+    good = good and all(
+        entry["state"] == "RUNNING" and entry["alive"] and entry["current"]
+        for entry in state["data"]["services"].values()
+    )
+    if good:
+        ready = host.get_fact(CommandJson, argv=ready_command(run, "--once"))
+        if ready["status"] == "ok" and ready["data"]["ready"]:
+            return
+    timeout = str(run.settings.ready_timeout_s)
+    yield shown(
+        shlex.join(services_command(run, "ensure"))
+        + " && "
+        + shlex.join(ready_command(run, "--timeout", timeout))
+    )
+
+
+@operation()
+def receipt(run: Run) -> Commands:
+    """What is installed, by digest: the same for two hosts that are the same.
+
+    + run: the run of this host
+    """
+    late = look(run)
+    if late.resolved is None:
+        yield refuse(f"no receipt: {late.why}") if executing() else unknown_yet()
+        return
+    texts = {f"{run.paths.etc}/vllm.yaml": vllm_yaml(run), **service_texts(run, late)}
+    text = make_receipt(
+        run.settings,
+        run.lock,
+        tools_digest=run.tools_digest,
+        python=run.python,
+        model_digest=late.model_digest or "",
+        namespace=late.namespace(run),
+        files=texts,
+    )
+    yield from files.put._inner(
+        src=StringIO(text), dest=run.paths.receipt, user="root", group="root", mode="644",
+        create_remote_dir=False,
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The receipt: what a run left on a host, by digest. Equal hosts have equal receipts: no times."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from kvhost import __version__
+from kvhost.locks import EngineLock
+from kvhost.namespace import Namespace
+from kvhost.settings import Settings, settings_digest
+
+SCHEMA = 1
+
+
+def make_receipt(
+    settings: Settings,
+    lock: EngineLock,
+    *,
+    tools_digest: str,
+    python: str,
+    model_digest: str,
+    namespace: Namespace,
+    files: Mapping[str, str],
+) -> str:
+    """JSON text. ``files``: path -> content of what was rendered; only its digest is kept."""
+    receipt = {
+        "schema": SCHEMA,
+        "kvhost": __version__,
+        "settings": settings_digest(settings),
+        "engine": {
+            "lock": lock.name,
+            "digest": lock.digest,
+            "python": python,
+            "versions": {"vllm": lock.vllm, "lmcache": lock.lmcache, "torch": lock.torch},
+            "third_party": lock.third_party,
+            "wheels": {name: _sha256(content) for name, content in sorted(lock.wheels.items())},
+        },
+        "tools": tools_digest,
+        "model": {
+            "source": settings.model_source,
+            "revision": settings.model_revision,
+            "digest": model_digest,
+        },
+        "namespace": {"digest": namespace.digest, "fields": namespace.fields},
+        "files": {path: _sha256(text.encode()) for path, text in sorted(files.items())},
+    }
+    return json.dumps(receipt, indent=1, sort_keys=True) + "\n"
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
