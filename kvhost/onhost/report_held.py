@@ -134,7 +134,7 @@ def users(service_user: str) -> Data:
     no_login = ("", "nologin", "false", "sync")
     login = [
         u.pw_name for u in pwd.getpwall()
-        if u.pw_uid not in (0, me) and u.pw_name != service_user
+        if u.pw_uid not in (0, me) and u.pw_name not in (service_user, os.environ.get("SUDO_USER"))
         and Path(u.pw_shell).name not in no_login
     ]  # fmt: skip
     return {
@@ -380,6 +380,7 @@ def programs(argv: list[str]) -> list[str]:
 def adoptable(base: Path, service_user: str) -> Data:
     """Engines, caches of models and units that are here and not kvhost's."""
     mine: set[int] = set()
+    me = os.geteuid()
     records = part(lambda: services(base))["data"] or []
     for row in records:
         mine.update(row["pids"])
@@ -389,17 +390,13 @@ def adoptable(base: Path, service_user: str) -> Data:
         if not ours and any(ENGINES.match(w) for w in (p["comm"], *programs(p["argv"]))):
             row = {"pid": pid, "comm": p["comm"], "argv": masked(p["argv"]), "uid": p["uid"]}
             found.append(row)
-    caches, homes = [], {}
-    for name in ("root", service_user, os.environ.get("SUDO_USER"), pwd.getpwuid(os.geteuid())[0]):
-        try:
-            homes[pwd.getpwnam(name).pw_dir if name else ""] = name
-        except KeyError:
-            continue
-    for home, name in homes.items():
+    caches, names = [], {"root", service_user, os.environ.get("SUDO_USER")}
+    homes = {u.pw_dir: u.pw_name for u in pwd.getpwall() if u.pw_name in names or u.pw_uid == me}
+    for home, name in sorted(homes.items()):
         hub = Path(home) / ".cache/huggingface/hub"
-        row_part = part(functools.partial(hf_models, hub))
-        if home and row_part["status"] != "absent":
-            caches.append({"user": name, "path": str(hub), "models": row_part})
+        models = part(functools.partial(hf_models, hub))
+        if models["status"] != "absent":
+            caches.append({"user": name, "path": str(hub), "models": models})
     units = {
         p.name
         for top in ("etc", "run", "lib", "usr/lib")

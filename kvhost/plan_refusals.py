@@ -1,0 +1,317 @@
+"""Every reason not to start on a host, from its settings and its report. Pure.
+
+A part of the report that a decision needs and that could not be read is a reason too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from kvhost.plan_host import (
+    SUPPORTED,
+    choose_python,
+    lock_is_free,
+    lock_owner,
+    memory_for_us,
+    minor,
+    nvidia,
+    on_address,
+    own_pids,
+    own_shm,
+)
+from kvhost.plan_storage import places, room
+from kvhost.plan_types import GIB, PlanInputs, Refusal, size, unreadable
+from kvhost.report import HostReport, Os
+from kvhost.settings import Settings
+
+# vLLM and the cache server without weights and caches: about 3 GB resident were measured.
+PROCESSES_BYTES = int(3.5 * GIB)
+# vLLM's own queues and the workers' semaphores beside LMCache's pool.
+SHM_MARGIN_BYTES = GIB // 8
+
+Check = Callable[[Settings, HostReport, PlanInputs], Iterator[Refusal]]
+
+
+def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
+    """All reasons, in the order of the stages."""
+    checks: list[Check] = [_privilege, _run_lock, _os, _cpu, _ram, _shm, _ports]
+    checks += [places, room, _accelerator, _python, _model]
+    found = [refusal for check in checks for refusal in check(settings, report, facts)]
+    return list(dict.fromkeys(found))
+
+
+def _privilege(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    users = report.users
+    if users.data is None:
+        yield unreadable("host", "users", users.why)
+    elif users.data.uid != 0 and users.data.sudo is not True:
+        yield Refusal(
+            "host",
+            "not_root",
+            "the run may not change this host",
+            "user root (uid 0), or sudo without a password",
+            f"user {users.data.name} (uid {users.data.uid}), for whom sudo asks or refuses",
+            "connect as root, or allow this user sudo with NOPASSWD",
+        )
+
+
+def _run_lock(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    kvhost = report.kvhost.data
+    if kvhost is None:
+        yield unreadable("host", "kvhost's own state", report.kvhost.why)
+        return
+    for name, part in (
+        ("the services' records", kvhost.services),
+        ("the run lock", kvhost.run_lock),
+    ):
+        if part.status == "unreadable":
+            yield unreadable("host", name, part.why)
+    lock = kvhost.run_lock.data
+    if lock and not lock_is_free(settings, lock, facts):
+        owner = lock_owner(lock)
+        yield Refusal(
+            "host",
+            "run_in_progress",
+            "another run is changing this host",
+            "no other run, or one that gave no sign of life for 30 min",
+            f"run {lock.content.get('run_id')} of {owner}, alive {lock.age_s:.0f} s ago",
+            f"wait for it; if it is known to be dead: break_lock = {owner!r}",
+        )
+
+
+def _supported(found: Os) -> bool | None:
+    """True, False, or None for a derivative, where a fitting Python decides."""
+    least = {"debian": 12.0, "ubuntu": 22.04}
+    if found.id in least:
+        try:  # testing and unstable have no version
+            return found.version_id is None or float(found.version_id) >= least[found.id]
+        except ValueError:
+            return False
+    return None if {"debian", "ubuntu"} & set(found.id_like) else False
+
+
+def _os(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if report.os.data is None:
+        yield unreadable("host", "the operating system", report.os.why)
+        return
+    found = report.os.data
+    supported = _supported(found)
+    derivative = supported is None
+    if derivative:
+        supported = choose_python(settings, report, facts.lock_pythons) is not None
+    if not supported:
+        with_python = f" with Python {' or '.join(facts.lock_pythons)}" if derivative else ""
+        version = f"{found.id} {found.version_id or 'without a version'}"
+        yield Refusal(
+            "host",
+            "unsupported_os",
+            f"{found.pretty} is not supported",
+            SUPPORTED + with_python,
+            version + (f", like {' '.join(found.id_like)}, and no such Python" * derivative),
+            "install such a Python" if derivative else "use a supported system",
+        )
+
+
+def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    arch, cpus = report.arch, report.cpus
+    if arch.data is None:
+        yield unreadable("host", "the architecture", arch.why)
+    elif arch.data.machine != facts.lock_arch:
+        yield Refusal(
+            "host",
+            "wrong_arch",
+            f"the lock {facts.lock_name} is for another architecture",
+            facts.lock_arch,
+            arch.data.machine,
+            f"use a host with {facts.lock_arch}, or a lock for {arch.data.machine}",
+        )
+    if facts.lock_arch != "x86_64" or (arch.data and arch.data.machine != "x86_64"):
+        return
+    if cpus.data is None:
+        yield unreadable("host", "the CPU's instruction sets", cpus.why)
+    elif "avx2" not in cpus.data.flags:
+        yield Refusal(
+            "host",
+            "no_avx2",
+            "the engine's CPU build does not run on this CPU",
+            "AVX2",
+            f"{cpus.data.model or 'a CPU'} with {', '.join(cpus.data.flags) or 'no newer set'}",
+            "use a newer CPU; in a virtual machine, pass the host's CPU through",
+        )
+
+
+def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if report.memory.data is None:
+        yield unreadable("host", "memory", report.memory.why)
+        return
+    weights = facts.model.weights_bytes if facts.model else 0
+    caches = (settings.engine_kv_gib + settings.l1_gib) * GIB
+    needed = weights + caches + PROCESSES_BYTES
+    have, whence = memory_for_us(report)
+    if needed > have:
+        yield Refusal(
+            "host",
+            "ram_too_small",
+            "the model and its caches do not fit into memory",
+            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {settings.engine_kv_gib} GiB, "
+            f"l1_gib {settings.l1_gib} GiB, processes {size(PROCESSES_BYTES)}",
+            f"{size(have)} free for kvhost, {whence}",
+            "lower engine_kv_gib or l1_gib, use a smaller model, or free memory",
+        )
+
+
+def _shm(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    shm = report.shm
+    needed = settings.l1_gib * GIB + SHM_MARGIN_BYTES
+    if shm.status == "unreadable":
+        yield unreadable("host", "/dev/shm", shm.why)
+        return
+    have = shm.data.free + own_shm(report) if shm.data else 0
+    if needed > have:
+        files = shm.data.files if shm.data else []
+        big = [f"{f.name} {size(f.bytes)}" for f in files if f.bytes >= 1 << 20][:4]
+        left = f"; already there: {', '.join(big)}" if big else ""
+        found = f"{size(have)} free of {size(shm.data.size)}{left}" if shm.data else str(shm.why)
+        yield Refusal(
+            "host",
+            "shm_too_small",
+            "/dev/shm is too small for the cache's memory tier",
+            f"{size(needed)}: l1_gib {settings.l1_gib} GiB and {size(SHM_MARGIN_BYTES)} beside it",
+            found,
+            "lower l1_gib, or give the container more (docker run --shm-size=2g)",
+        )
+
+
+def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if report.ports.data is None:
+        yield unreadable("host", "ports in use", report.ports.why)
+        return
+    ours = own_pids(report)
+    wanted = (
+        ("api_port", settings.api_host, settings.api_port),
+        ("cache_port", "127.0.0.1", settings.cache_port),
+        ("cache_http_port", "127.0.0.1", settings.cache_http_port),
+    )
+    for key, host, port in wanted:
+        for row in on_address(report.ports.data.listening, host, port):
+            if row.pid in ours:
+                continue
+            who = f"process {row.pid} ({row.comm})" if row.pid else "a process not seen from here"
+            yield Refusal(
+                "host",
+                "port_taken",
+                f"port {port} ({key}) is taken",
+                f"{host}:{port} free, or held by kvhost's own service",
+                f"{who} of uid {row.uid} listens on {row.address}:{port}",
+                f"stop it, or set {key} to a free port",
+            )
+
+
+def _accelerator(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if settings.accelerator == "cpu":
+        return
+    gpu = nvidia(report.gpu.data) if report.gpu.data else None
+    if settings.accelerator == "cuda":
+        yield Refusal(
+            "accelerator",
+            "cuda_not_in_this_version",
+            "accelerator = cuda is not in this version",
+            "accelerator = cpu, the only one that this version installs",
+            gpu or f"no NVIDIA GPU ({report.gpu.why or 'none on the PCI bus'})",
+            'accelerator = "cpu"',
+        )
+    elif report.gpu.data is None:
+        yield unreadable("accelerator", "whether there is a GPU", report.gpu.why)
+    elif gpu:
+        yield Refusal(
+            "accelerator",
+            "gpu_would_idle",
+            "this host has a GPU, and this version installs only the CPU engine",
+            "a host without an NVIDIA GPU, or accelerator set by hand",
+            gpu,
+            'accelerator = "cpu" to ignore the GPU',
+        )
+
+
+def _python(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if report.pythons.data is None:
+        yield unreadable("engine", "Python", report.pythons.why)
+        return
+    if choose_python(settings, report, facts.lock_pythons):
+        return
+    seen = []
+    for p in report.pythons.data:
+        why = f"exists, but {p.error}" if p.error else f"is {p.version}"
+        if not p.error and minor(p) in facts.lock_pythons and not p.usable_by_service:
+            why += f", closed to {settings.service_user}"
+            why += f" by {p.blocked_by}" if p.blocked_by else ""
+        seen.append(f"{p.path} {why}")
+    covered = ", ".join(facts.lock_pythons)
+    asked = "" if settings.python == "auto" else f" at {settings.python} (setting python)"
+    yield Refusal(
+        "engine",
+        "no_python",
+        f"there is no Python that the engine can be installed for{asked}",
+        f"Python {covered}, which {settings.service_user} can run",
+        "; ".join(seen) or "no Python 3.11 to 3.13 in /usr/bin, /usr/local/bin or PATH",
+        "install one from the distribution (apt install python3.11 python3.11-venv), "
+        "or set python to the path of one outside of home directories",
+    )
+
+
+def _model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if settings.model_source.startswith("/"):
+        yield from _model_dir(settings, report)
+    need = facts.model
+    if need is None:
+        return
+    tokens = settings.max_model_len
+    if tokens > need.max_context:
+        yield Refusal(
+            "model",
+            "context_too_long",
+            "max_model_len is more than the model's context",
+            f"max_model_len of at most {need.max_context} tokens",
+            f"max_model_len = {tokens} tokens",
+            f"max_model_len = {need.max_context}",
+        )
+    room, wanted = settings.engine_kv_gib * GIB, need.kv_bytes_per_token * tokens
+    if wanted > room:
+        fits = room // need.kv_bytes_per_token
+        yield Refusal(
+            "model",
+            "kv_too_small",
+            "one request of max_model_len tokens does not fit into the engine's KV memory",
+            f"{size(wanted)}: {tokens} tokens of {size(need.kv_bytes_per_token)} each",
+            f"engine_kv_gib = {settings.engine_kv_gib} GiB",
+            f"engine_kv_gib = {math.ceil(wanted / GIB)}, or max_model_len = {fits}",
+        )
+
+
+def _model_dir(settings: Settings, report: HostReport) -> Iterator[Refusal]:
+    model, path = report.model, settings.model_source
+    if model.status == "unreadable":
+        yield unreadable("model", f"the model at {path}", model.why)
+    elif model.data is None or not any(f.name == "config.json" for f in model.data.files):
+        yield Refusal(
+            "model",
+            "no_model",
+            "there is no model where model_source says",
+            f"a directory with config.json and safetensors at {path}",
+            str(model.why)
+            if model.data is None
+            else f"{len(model.data.files)} files, no config.json",
+            "set model_source to the model's directory on the host",
+        )
+    elif model.data.blocked_by or model.data.closed:
+        by = model.data.blocked_by
+        closed = ", ".join(model.data.closed[:4])
+        yield Refusal(
+            "model",
+            "model_closed",
+            f"the service's user {settings.service_user} cannot read the model",
+            f"every directory above {path} passable (x) and its files readable (r) to that user",
+            f"{by} is not passable" if by else f"{len(model.data.closed)} files are not: {closed}",
+            f"let that user pass: chmod o+x {by}" if by else f"chmod o+r {path}/*",
+        )
