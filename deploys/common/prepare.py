@@ -6,7 +6,6 @@ import hashlib
 import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pyinfra import context, host
@@ -118,6 +117,11 @@ def prepare() -> Run | None:
     )
 
 
+def known_plans() -> dict[str, Plan]:
+    """Host -> plan, of the hosts that were looked at so far."""
+    return _plans
+
+
 def show(plan: Plan) -> None:
     _plans[host.name] = plan
     if len(_plans) == len(context.state.inventory.get_active_hosts()):
@@ -195,8 +199,3 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
             **last.get("versions", {}), "lmcache": lock.lmcache, "torch": lock.torch,
         }  # fmt: skip
     return predicted_fields(last, changes)
-
-
-def local_state() -> Path:
-    """Where this controller keeps verdicts and receipts: reports/ beside deploy.py."""
-    return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))

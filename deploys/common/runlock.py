@@ -92,7 +92,7 @@ def take_lock(run: Run) -> Commands:
             f"  {said}\nWait for it, or if it is gone: --data break_lock=RUN_ID"
         )
         return
-    this = context.host
+    this = context.ctx_host.get()  # the host itself: the proxy is empty at exit
     how = _how()
 
     def refresh() -> None:
