@@ -1,0 +1,104 @@
+"""Secrets, read on the controller from a file or the environment, never from data of a host.
+
+No error here ever has a secret in it, and a path only where a file was found: a path that leads
+nowhere may be a key that was written into the wrong setting.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from kvhost._combinations import API_KEY_VARIABLE
+from kvhost._values import is_hub_id
+from kvhost.schema import Settings
+
+HF_TOKEN_VARIABLE = "HF_TOKEN"
+_LARGEST = 4096  # bytes; more is some other file
+
+
+class Secret(SecretStr):
+    """Text that is shown as asterisks; `get_secret_value()` is the one way to it."""
+
+
+class SecretError(ValueError):
+    """A secret cannot be read or cannot be one; the message names the setting, never the value."""
+
+
+def api_key(settings: Settings, env: Mapping[str, str]) -> Secret | None:
+    """The key that clients must send: from api_key_file, else KVHOST_API_KEY of `env`, else None.
+
+    Raises `SecretError` where a file is named, or the variable is set, and holds no usable key.
+    """
+    return _read("api_key_file", settings.api_key_file, API_KEY_VARIABLE, env)
+
+
+def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:
+    """The token for the hub: from hf_token_file, else HF_TOKEN of `env`, else None.
+
+    None too where model_source is not on the hub: a host gets no token that it has no use for.
+    Raises `SecretError` like `api_key`.
+    """
+    if not is_hub_id(settings.model_source):
+        return None
+    return _read("hf_token_file", settings.hf_token_file, HF_TOKEN_VARIABLE, env)
+
+
+def _read(key: str, path: str | None, variable: str, env: Mapping[str, str]) -> Secret | None:
+    if path is not None:
+        try:
+            file = Path(path).expanduser()
+        except RuntimeError:
+            raise SecretError(f"{key}: ~ leads to no home directory on the controller") from None
+        return _usable(_file_text(key, file), f"{key}: {file}")
+    if variable in env:
+        return _usable(env[variable], f"{variable} in the controller's environment")
+    return None
+
+
+def _file_text(key: str, file: Path) -> str:
+    """The text of a regular file that nobody but its owner can read or write."""
+    try:
+        # O_NONBLOCK: a pipe without a writer must be refused, not waited for.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise SecretError(
+            f"{key}: the file cannot be opened on the controller ({error.strerror}); its path is "
+            f"not shown, as it may be the secret itself; a relative one begins at {Path.cwd()}"
+        ) from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise SecretError(f"{key}: {file} is not a regular file")
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & 0o077:
+            raise SecretError(
+                f"{key}: {file} has mode {mode:04o}, so that others than its owner can use it; "
+                f"write: chmod 600 {file}"
+            )
+        content = os.read(descriptor, _LARGEST + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > _LARGEST:
+        raise SecretError(f"{key}: {file} has more than {_LARGEST} bytes, too long for a secret")
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError:
+        raise SecretError(f"{key}: {file} has bytes in it that are not ASCII") from None
+
+
+def _usable(text: str, where: str) -> Secret:
+    """One word of visible ASCII, as it is sent in a header; a newline at its end is dropped."""
+    word = text.removesuffix("\n").removesuffix("\r")
+    if not word:
+        raise SecretError(f"{where} is empty; put the secret into it, or take it away")
+    if not (word.isascii() and word.isprintable() and " " not in word):
+        raise SecretError(
+            f"{where} has a space, a newline, a control character or one beyond ASCII inside; it "
+            "must be a single word"
+        )
+    return Secret(word)
