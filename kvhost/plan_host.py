@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from kvhost.plan_types import PlanInputs
+from kvhost.plan_types import PlanInputs, size
 from kvhost.report import Built, Gpu, HostReport, Listener, Namespace, Part, Python, RunLock
 from kvhost.settings import Settings
 
@@ -81,8 +81,8 @@ def memory_for_us(report: HostReport) -> tuple[int, str]:
         room = memory.cgroup_limit - (memory.cgroup_used or 0) + held
         room = min(room, memory.cgroup_limit)
         if room < free:
-            return room, f"of a cgroup limit of {memory.cgroup_limit / (1 << 30):.1f} GiB"
-    return free, f"of {memory.total / (1 << 30):.1f} GiB"
+            return room, f"of a cgroup limit of {size(memory.cgroup_limit)}"
+    return free, f"of {size(memory.total)}"
 
 
 def nvidia(gpu: Gpu) -> str | None:

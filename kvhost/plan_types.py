@@ -101,5 +101,5 @@ def size(count: float) -> str:
     for unit, step in (("TiB", GIB << 10), ("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= step:
             number = count / step
-            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+            return f"{number:.{int(number < 100)}f}".removesuffix(".0") + f" {unit}"
     return f"{count:.0f} bytes"

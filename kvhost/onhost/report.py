@@ -284,6 +284,16 @@ def disk(path: str, uid: int, gids: list[int]) -> Data:
     }  # fmt: skip
 
 
+def runs_as(argv: list[str], uid: int, gids: list[int]) -> bool:
+    """Whether a user can run it: tried when we are root, else supposed from the directories."""
+    if os.geteuid() != 0 or uid == 0:
+        return True
+    try:
+        return run(argv, uid, gids)[0] == 0
+    except PermissionError:
+        return False
+
+
 def pythons(uid: int, gids: list[int], asked: str | None) -> list[Data]:
     """Every Python 3.11-3.13 by its usual names, and the one asked for, tried as that user."""
     places = ["/usr/bin", "/usr/local/bin", *os.environ.get("PATH", "").split(os.pathsep)]
@@ -308,9 +318,7 @@ def pythons(uid: int, gids: list[int], asked: str | None) -> list[Data]:
                 raise ValueError(f"exits {code}")
             row["version"], (row["ensurepip"], row["venv"]) = json.loads(out)
             row["blocked_by"] = blocked_by(path, uid, gids)
-            row["usable_by_service"] = row["blocked_by"] is None
-            if os.geteuid() == 0 and uid and row["usable_by_service"]:
-                row["usable_by_service"] = run(argv, uid, gids)[0] == 0
+            row["usable_by_service"] = row["blocked_by"] is None and runs_as(argv, uid, gids)
         except (OSError, ValueError, subprocess.SubprocessError) as why:
             row["error"] = f"{type(why).__name__}: {why}"
         version = str(row["version"] or "")
