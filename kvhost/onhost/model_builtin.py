@@ -43,30 +43,29 @@ MLP = 1024
 CONTEXT = 32768  # tokens
 DTYPE_BYTES = 4  # float32 at run time
 
-# Token ids: 0..255 are bytes in the order of `byte_symbols`, then the special tokens.
+# Token ids: a byte's is its value; then come the special tokens.
 SPECIALS = ("<s>", "</s>", "<pad>", "<unk>")
 VOCAB = 256 + len(SPECIALS)
 BOS, EOS, PAD = 256, 257, 258
 # Only these bytes can be generated, so that a reply's text shows every token of it.
 PRINTABLE = range(0x20, 0x7F)
 
-# Standard deviations, measured at the input of each matrix (RMS 1). See docs/model.md.
-EMBED_STD = 1.0
-QK_STD = 2.1
+# Standard deviations of what each matrix makes of an input of RMS 1. docs/model.md: how found.
+QK_STD = 2.1  # attention scores spread by QK_STD ** 2: some ten keys share each head's attention
 V_STD = 1.0
-O_STD = 1.5
+O_STD = 1.5  # each layer adds about as much from the context as the token itself brought
 MLP_STD = 1.0
-LOGIT_STD = 4.0
+LOGIT_STD = 4.0  # nats
 
 # sha256 of each file, and of the sorted lines "NAME SHA256\n" of them all.
 MANIFEST: dict[str, str] = {
-    "config.json": "6907a0fb0e9cfd3b9074dfe1b6da09cf4881da1a1be78eec2cd4550b69c81f8a",
+    "config.json": "e21d40422eb33755f3c67ba621f73a6ee4e63696e57ebd8305c861a4a1d44585",
     "generation_config.json": "0eaff214d0367b3d5cb845c84bdb9ef872112e7688cfe842271d4d13496ddfbe",
     "model.safetensors": "9586a26f7445ce498739da19fcdc2e041202ab6c57aed8e97ee06fdf3d7b021d",
-    "tokenizer.json": "a2b896cf68ebcbd2987350aa93dfee6af7c9f730beb4577b0be92a8e9003b221",
+    "tokenizer.json": "9696c862a48c9e964dec275a504a2f88db66274dda3badf33dcad167c0c04b2f",
     "tokenizer_config.json": "004adff1bd600739acbffe27bfa43b7ed9442700c916f048123546fd9d8d645b",
 }
-DIGEST = "5b8826271ed614b27d6f5d90a768cc0f963f7e691fb31fbe7035be513ce0fa15"
+DIGEST = "89a5b827b3a336099a4d8ec3fd82add468d4491c211ca3276fe40f0f88e6143c"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -95,9 +94,9 @@ def tensors() -> list[Tensor]:
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     unit = 1 / math.sqrt(HIDDEN)
     out = [
-        Tensor("model.embed_tokens.weight", (VOCAB, HIDDEN), EMBED_STD),
+        Tensor("model.embed_tokens.weight", (VOCAB, HIDDEN), 1.0),
         Tensor("model.norm.weight", (HIDDEN,), 0.0),
-        Tensor("lm_head.weight", (VOCAB, HIDDEN), LOGIT_STD * unit, PRINTABLE_IDS),
+        Tensor("lm_head.weight", (VOCAB, HIDDEN), LOGIT_STD * unit, PRINTABLE),
     ]
     for i in range(LAYERS):
         at = f"model.layers.{i}."
@@ -124,9 +123,6 @@ def byte_symbols() -> list[str]:
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(b) if b in visible else chr(next(hidden)) for b in range(256)]
-
-
-PRINTABLE_IDS = PRINTABLE  # a token's id is its byte
 
 
 def bf16(value: float) -> bytes:
@@ -179,83 +175,66 @@ def safetensors() -> Iterator[bytes]:
 
 
 def config() -> dict[str, Any]:
+    """config.json; what is left out has LlamaConfig's default."""
     return {
         "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
-        "intermediate_size": MLP,
-        "max_position_embeddings": CONTEXT,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": KV_HEADS,
-        "pad_token_id": PAD,
-        "pretraining_tp": 1,
         "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
         "rope_theta": 500000.0,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "vocab_size": VOCAB,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
     }
 
 
 def tokenizer() -> dict[str, Any]:
-    """Byte-level BPE without merges: one token a byte of UTF-8, so every text encodes."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    """tokenizer.json: byte-level BPE without merges, one token a byte, so every text encodes."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    special = {text: 256 + i for i, text in enumerate(SPECIALS)}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": 256 + i,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for i, text in enumerate(SPECIALS)
+            {"id": i, "content": text, **plain, "special": True} for text, i in special.items()
         ],
         "normalizer": None,
-        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "pre_tokenizer": byte_level,
         "post_processor": None,
-        "decoder": {**byte_level, "use_regex": False},
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {
-                **{symbol: i for i, symbol in enumerate(byte_symbols())},
-                **{text: 256 + i for i, text in enumerate(SPECIALS)},
-            },
+            "vocab": {**{symbol: i for i, symbol in enumerate(byte_symbols())}, **special},
             "merges": [],
         },
     }
 
 
 def tokenizer_config() -> dict[str, Any]:
+    bos, eos, pad, unk = SPECIALS
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": SPECIALS[0],
-        "eos_token": SPECIALS[1],
-        "pad_token": SPECIALS[2],
-        "unk_token": SPECIALS[3],
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+        "unk_token": unk,
         "clean_up_tokenization_spaces": False,
         "model_max_length": CONTEXT,
         "chat_template": CHAT_TEMPLATE,
@@ -311,37 +290,36 @@ def sum_file(path: Path) -> str:
 def check(directory: Path) -> dict[str, Any]:
     """Compare `directory` with the pinned manifest.
 
-    Returns {"ok", "digest" (of what lies there, None where a file is missing), "expected",
-    "files": {name: sha256 or None}, "problems": [text]}.
+    Returns {"ok", "digest" (of what lies there; null where a file is missing), "expected",
+    "files": {name: sha256 or null}, "problems": [text]}.
     Raises ModelError where the directory or a file cannot be read.
     """
+    problems = []
+    sums: dict[str, Any] = dict.fromkeys(MANIFEST)
     try:
-        present = sorted(os.listdir(directory))
+        present = sorted(path.name for path in directory.iterdir())
+        if stat.S_IMODE(directory.stat().st_mode) & 0o555 != 0o555:
+            problems.append(f"{directory} is closed to the service's user: chmod 0755")
+        problems += [f"{name} is not the model's" for name in present if name not in MANIFEST]
+        for name in sorted(MANIFEST):
+            path = directory / name
+            if name not in present:
+                problems.append(f"{name} is missing")
+                continue
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode):
+                problems.append(f"{name} is not a regular file")
+                continue
+            if mode & 0o444 != 0o444:
+                problems.append(f"{name} is closed to the service's user: chmod 0644")
+            sums[name] = sum_file(path)
+            if sums[name] != MANIFEST[name]:
+                problems.append(f"{name} has sha256 {sums[name]}, expected {MANIFEST[name]}")
     except OSError as error:
         raise ModelError(
-            f"cannot read the model directory {directory}: {error.strerror}"
+            f"cannot read {error.filename or directory}: {error.strerror}; "
+            "--check needs a directory that --out made"
         ) from error
-    problems = []
-    if stat.S_IMODE(directory.stat().st_mode) & 0o555 != 0o555:
-        problems.append(f"{directory} cannot be entered by the service's user: chmod 0755")
-    problems += [f"{n} does not belong to the model" for n in present if n not in MANIFEST]
-    sums: dict[str, Any] = dict.fromkeys(MANIFEST)
-    for name in sorted(MANIFEST):
-        path = directory / name
-        if name not in present:
-            problems.append(f"{name} is missing")
-            continue
-        if not stat.S_ISREG(path.lstat().st_mode):
-            problems.append(f"{name} is not a regular file")
-            continue
-        if stat.S_IMODE(path.stat().st_mode) & 0o444 != 0o444:
-            problems.append(f"{name} cannot be read by the service's user: chmod 0644")
-        try:
-            sums[name] = sum_file(path)
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror}") from error
-        if sums[name] != MANIFEST[name]:
-            problems.append(f"{name} has sha256 {sums[name]}, expected {MANIFEST[name]}")
     whole = None if None in sums.values() else digest_of(sums)
     return {
         "ok": not problems,
@@ -365,74 +343,67 @@ def write_files(directory: Path) -> dict[str, str]:
             file.flush()
             os.fsync(file.fileno())
         sums[name] = found.hexdigest()
-    return sums
-
-
-def sync_directory(directory: Path) -> None:
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
+    return sums
 
 
 def build(out: Path) -> dict[str, Any]:
     """Make the model in `out`, whole or not at all; a good one that is there already is kept.
 
     Returns what `check` returns, and "built": whether files were written.
-    Raises ModelError where `out` holds anything that is not the model's, where it cannot be
-    written, or where the files made here are not the pinned ones.
+    Raises ModelError where `out`'s parent is missing, `out` holds anything that is not the
+    model's, it cannot be written, or the files made here are not the pinned ones.
     """
-    out = Path(os.path.abspath(out))
+    out = Path.cwd() / out
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
+        parent = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ModelError(f"cannot use {out.parent}: {error.strerror}") from error
+        raise ModelError(f"cannot use {out.parent}: {error.strerror}; make it first") from error
     try:
-        # One builder a directory, so that what an earlier one left behind may be removed.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        # One builder at a time, so that what a killed one left behind may be removed.
+        fcntl.flock(parent, fcntl.LOCK_EX)
         for left in out.parent.glob(out.name + ".tmp-*"):
             shutil.rmtree(left)
         if os.path.lexists(out):
             if out.is_symlink() or not out.is_dir():
                 raise ModelError(f"{out} is not a directory: name another, or move it away")
-            found = check(out)
-            if found["ok"]:
-                return {**found, "built": False}
-            foreign = sorted(set(os.listdir(out)) - set(MANIFEST))
+            foreign = sorted({path.name for path in out.iterdir()} - set(MANIFEST))
             if foreign:
                 raise ModelError(
                     f"{out} holds what is not the model's ({', '.join(foreign[:5])}): "
                     "name another directory, or move it away"
                 )
-        _build_beside(out)
-        return {**check(out), "built": True}
+            found = check(out)
+            if found["ok"]:
+                return {**found, "built": False}
+        replace(out)
+        os.fsync(parent)
     except OSError as error:
         raise ModelError(f"cannot write the model in {out}: {error}") from error
     finally:
-        os.close(lock)
+        os.close(parent)
+    return {**check(out), "built": True}
 
 
-def _build_beside(out: Path) -> None:
-    """Write in a directory beside `out`, compare, then rename; nothing is left on failure."""
+def replace(out: Path) -> None:
+    """Write beside `out`, compare with the pinned digest, rename; nothing is left on failure."""
     temporary = Path(tempfile.mkdtemp(prefix=out.name + ".tmp-", dir=out.parent))
     try:
-        new, old = temporary / "new", temporary / "old"
+        new = temporary / "new"
         new.mkdir()
         sums = write_files(new)
         if digest_of(sums) != DIGEST:
             wrong = [name for name in sorted(sums) if sums[name] != MANIFEST.get(name)]
             raise ModelError(
-                f"the files made by this Python ({sys.version.split()[0]}) are not the pinned ones: "
-                f"{', '.join(wrong)}; nothing was kept. Report it with this line"
+                f"what Python {sys.version.split()[0]} made is not the pinned model "
+                f"({', '.join(wrong)} differ); nothing was kept"
             )
         new.chmod(0o755)
-        sync_directory(new)
         if out.exists():
-            out.rename(old)
+            out.rename(temporary / "old")
         new.rename(out)
-        sync_directory(out.parent)
     finally:
         shutil.rmtree(temporary)
 
