@@ -1,0 +1,110 @@
+"""What a sweep removes before the cache server starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvhost.onhost import pruner
+from tests.pruner_tools import (
+    HOUR,
+    make_tier,
+    put,
+    sweep,
+)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Path:
+    return make_tier(tmp_path / "tier")
+
+
+def names(tier: Path) -> set[str]:
+    return {p.name.split("@")[-1] for p in tier.glob("ns-*/*")}
+
+
+def test_sweep_removes_temporary_and_empty_files_at_any_age(tier: Path) -> None:
+    put(tier, "ns-aa", "00")
+    put(tier, "ns-aa", "01", size=0)
+    put(tier, "ns-aa", "a.tmp", age_s=0)
+    put(tier, "ns-bb", "b.data.tmp.01", age_s=0)
+    removed = sweep(tier, "--current", "ns-aa")["removed"]
+    assert {k: v["files"] for k, v in removed.items()} == {"temporary": 2, "empty": 1}
+    assert names(tier) == {"00.data"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "sizes", "left"),
+    [
+        pytest.param("65536", [65536] * 2 + [65535, 65537], 2, id="declared"),
+        pytest.param("65536", [4096] * 20, 0, id="declared, and all differ"),
+        pytest.param("null", [65536] * 18 + [100, 70000], 18, id="learned from 90 %"),
+        pytest.param("null", [65536] * 17 + [100, 70000], 19, id="fewer agree"),
+        pytest.param("null", [65536] * 8 + [100], 9, id="too few files to learn from"),
+        pytest.param(None, [65536] * 18 + [100, 70000], 18, id="no metadata"),
+        pytest.param("true", [65536] * 18 + [100, 70000], 18, id="metadata that makes no sense"),
+    ],
+)
+def test_sweep_removes_files_of_a_wrong_size(
+    tier: Path, declared: str | None, sizes: list[int], left: int
+) -> None:
+    for i, size in enumerate(sizes):
+        put(tier, "ns-aa", f"{i:02x}", size=size)
+    if declared:
+        (tier / "ns-aa" / pruner.METADATA).write_text(f'{{"chunk_bytes": {declared}}}')
+    status = sweep(tier)
+    assert status["files"] == left == len(list((tier / "ns-aa").glob("*.data")))
+    assert bool(status["left_alone"]) == (declared == "true")
+
+
+def test_sweep_learns_apart_for_each_namespace_rank_and_group(tier: Path) -> None:
+    for i in range(12):
+        put(tier, "ns-aa", f"m@0x02000200@0@{i:02x}.data", size=1000)
+        put(tier, "ns-aa", f"m@0x02010201@0@{i:02x}.data", size=2000)
+        put(tier, "ns-aa", f"m@0x02000200@1@{i:02x}.data", size=3000)
+        put(tier, "ns-bb", f"m@0x02000200@0@{i:02x}.data", size=4000)
+    assert sweep(tier)["files"] == 48
+    put(tier, "ns-aa", "m@0x02000200@0@ff.data", size=2000)
+    assert sweep(tier)["removed"] == {"wrong size": {"files": 1, "bytes": 4096}}
+
+
+OTHER_BOOT = {"boot_id": "00000000-0000-0000-0000-000000000000"}
+
+
+@pytest.mark.parametrize(
+    ("unclean", "record", "removes"),
+    [
+        ("auto", {**OTHER_BOOT, "clean_stop": False}, True),
+        ("auto", {**OTHER_BOOT, "clean_stop": None}, True),
+        ("auto", OTHER_BOOT, True),
+        ("auto", {**OTHER_BOOT, "clean_stop": True}, False),
+        ("auto", {"boot_id": pruner.boot_id(), "clean_stop": False}, False),
+        ("auto", {"clean_stop": False}, False),
+        ("auto", None, False),
+        ("no", {**OTHER_BOOT, "clean_stop": False}, False),
+        ("yes", None, True),
+        ("yes", {"boot_id": pruner.boot_id(), "clean_stop": True}, True),
+    ],
+)
+def test_sweep_drops_what_may_not_have_been_synced(
+    tier: Path, tmp_path: Path, unclean: str, record: dict[str, object] | None, removes: bool
+) -> None:
+    """Only after the machine, not the process, stopped; reckoned from the newest file."""
+    for name, age in (("00", HOUR), ("01", HOUR + 55), ("02", HOUR + 65), ("03", 9 * HOUR)):
+        put(tier, "ns-aa", name, age_s=age)
+    put(tier, "ns-aa", "04", age_s=-HOUR)  # of the future: the clock was wrong
+    extra: list[str | Path] = ["--unclean", unclean, "--unsynced-seconds", "60"]
+    if record is not None:
+        (tmp_path / "record").write_text(json.dumps(record))
+        extra += ["--record", tmp_path / "record"]
+    status = sweep(tier, *extra)
+    kept = {"02.data", "03.data"} if removes else {f"0{i}.data" for i in range(5)}
+    assert names(tier) == kept
+    assert status["removed"].get("unsynced", {}).get("files", 0) == (3 if removes else 0)
+
+
+def test_the_window_of_what_is_unsynced_is_the_kernels(tier: Path) -> None:
+    expire = int(Path("/proc/sys/vm/dirty_expire_centisecs").read_text()) / 100
+    assert sweep(tier)["unsynced_seconds"] >= expire + 25
