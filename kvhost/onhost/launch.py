@@ -5,19 +5,22 @@ Runs as the service's user, under supervisord or systemd, and does what neither 
 secrets are read from files into the environment (never an argument); the service starts only
 once what it needs answers; all that it leaves behind is ended with it; and a record of who runs
 since when, with which configuration, lies in run/NAME.json for the deploy, the sweep and the
-verdict.
+verdict. Beside the record: NAME.failed says why the last start or run failed (gone when all is
+well), NAME.lock is held while this runs and says what it is doing, and NAME.now (made by
+services.py) skips the pause that follows quick failures.
 
 SPEC: {"service", "argv", "env": {}, "secret_env": {VAR: file}, "record": file,
        "watch": [files whose change means a restart], "wait_for": ["host:port"], "wait_s",
        "before": [argv, …], "min_gap_s", "stop_timeout_s"}
-Exit: the service's own code; 78 the spec is unusable; 75 something waited for did not come.
+Exit: the service's own code; 78 the spec is unusable; 75 something it needs did not come;
+1 it could not be started, or it had to be killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -27,206 +30,370 @@ import socket
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
-PR_SET_CHILD_SUBREAPER = 36
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost.launch_children import (
+        GaveUp,
+        Signals,
+        Stopped,
+        boot_id,
+        end_descendants,
+        end_with_parent,
+        leftovers,
+        reap,
+        say,
+        spawn,
+        start_ticks,
+    )
+else:  # it lies beside this file on a host, where there is no package kvhost
+    from launch_children import (
+        GaveUp,
+        Signals,
+        Stopped,
+        boot_id,
+        end_descendants,
+        end_with_parent,
+        leftovers,
+        reap,
+        say,
+        spawn,
+        start_ticks,
+    )
+
+#: a service that ends sooner than this failed to start, rather than crashed; seconds
+YOUNG_S = 120
+LONGEST_BACKOFF_S = 20
+MOST_FILES = 1 << 20
 
 
-def say(text):
-    print("launch: " + text, flush=True)
+def read_spec(path: str) -> dict[str, Any]:
+    """Raises OSError, or ValueError that names everything that is wrong with it."""
+    with open(path, encoding="utf-8") as handle:
+        spec = json.load(handle)
+    if not isinstance(spec, dict):
+        raise ValueError("it is not a JSON object")
+    wanted = {"service": str, "argv": list, "env": dict, "record": str}
+    wrong = [
+        f"{key} ({'missing' if key not in spec else 'not a ' + kind.__name__})"
+        for key, kind in wanted.items()
+        if not isinstance(spec.get(key), kind) or not spec[key]
+    ]
+    if wrong:
+        raise ValueError("unusable keys: " + ", ".join(wrong))
+    return spec
 
 
-def config_digest(spec_path, spec):
+def config_digest(spec_path: str, spec: dict[str, Any]) -> str:
     """Digest of all that the service was started with. A secret's file counts by inode, size and
-    time, never by content: a digest of a weak key would give it away."""
+    time, never by content: a digest of a weak key would give it away. Raises OSError."""
     digest = hashlib.sha256()
     with open(spec_path, "rb") as handle:
         digest.update(handle.read())
     for path in spec.get("watch", []):
-        digest.update(path.encode())
+        content: str | None = None
         if os.path.islink(path):
-            digest.update(os.readlink(path).encode())
+            content = "link " + os.readlink(path)
         elif os.path.isfile(path):
             with open(path, "rb") as handle:
-                digest.update(handle.read())
+                content = "file " + hashlib.sha256(handle.read()).hexdigest()
+        digest.update(repr((path, content)).encode())
     for path in sorted(spec.get("secret_env", {}).values()):
         st = os.stat(path)
         digest.update(repr((path, st.st_ino, st.st_size, st.st_mtime_ns)).encode())
     return digest.hexdigest()
 
 
-def boot_id():
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as handle:
-        return handle.read().strip()
-
-
-def start_ticks(pid):
-    """Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and parentheses."""
-    with open("/proc/%d/stat" % pid, encoding="utf-8", errors="replace") as handle:
-        return int(handle.read().rpartition(")")[2].split()[19])
-
-
-def read_record(path):
+def read_json(path: str) -> dict[str, Any]:
+    """{} without such a file. Raises OSError, ValueError."""
     try:
         with open(path, encoding="utf-8") as handle:
-            return json.load(handle)
+            data = json.load(handle)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        say(f"the record of the run before is unreadable ({error}): taken as an unclean stop")
-        return {"clean_stop": False}
+    if not isinstance(data, dict):
+        raise ValueError("it is not a JSON object")
+    return data
 
 
-def write_record(path, record):
+def write_json(path: str, data: dict[str, Any]) -> None:
     temporary = path + ".new"
     with open(temporary, "w", encoding="utf-8") as handle:
-        json.dump(record, handle)
+        json.dump(data, handle)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, path)
 
 
-def wait_for(addresses, seconds):
-    deadline = time.monotonic() + seconds
-    for address in addresses:
-        host, _, port = address.rpartition(":")
+def read_record(path: str) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        say(f"the record of the run before is unreadable ({error}): taken as an unclean stop")
+        return {"clean_stop": False}
+
+
+class Launch:
+    """One service, from the wait for what it needs to the record of how it ended."""
+
+    def __init__(self, spec: dict[str, Any], digest: str) -> None:
+        self.spec, self.digest, self.name = spec, digest, spec["service"]
+        self.record_path: str = spec["record"]
+        stem = self.record_path[:-5] if self.record_path.endswith(".json") else self.record_path
+        self.failed_path, self.now_path = stem + ".failed", stem + ".now"
+        self.lock_path = stem + ".lock"
+        self.signals = Signals()
+        self.lock = -1
+        self.stop_timeout = float(spec.get("stop_timeout_s", 30))
+
+    def doing(self, what: str | None) -> None:
+        """Writes into the lock who holds it and what it waits for (None: the service runs)."""
+        text = json.dumps(
+            {
+                "launcher_pid": os.getpid(),
+                "launcher_ticks": start_ticks(os.getpid()),
+                "config_digest": self.digest,
+                "doing": what,
+            }
+        ).encode()
+        os.pwrite(self.lock, text, 0)
+        os.ftruncate(self.lock, len(text))
+        if what:
+            say(what)
+
+    def take_lock(self) -> None:
+        """The launch.py before this one may still be ending its service."""
+        self.lock = os.open(self.lock_path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + self.stop_timeout + 15
         while True:
             try:
-                socket.create_connection((host, int(port)), 1).close()
-                break
-            except OSError:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
                 if time.monotonic() > deadline:
-                    say("nothing answers on %s after %d s" % (address, seconds))
-                    sys.exit(75)
-                time.sleep(0.25)
+                    raise GaveUp(75, f"another launch.py holds {self.lock_path}") from None
+            self.signals.pause(0.3)
+
+    def end_leftovers(self, before: dict[str, Any]) -> None:
+        deadline = time.monotonic() + self.stop_timeout
+        while True:
+            left = leftovers(before)
+            if not left:
+                return
+            # asked to stop already, when its parent died; without it nobody tells the others
+            if before["pid"] not in left or time.monotonic() > deadline:
+                say(f"killing what the run before left behind: {left}")
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if time.monotonic() > deadline + 15:
+                    raise GaveUp(75, f"processes of the run before cannot be ended: {left}")
+            self.signals.pause(0.2)
+
+    def failures(self) -> int:
+        """How often in a row it has failed."""
+        try:
+            return int(read_json(self.failed_path).get("count", 0))
+        except (OSError, ValueError, TypeError):
+            return 0  # it only decides how long to pause
+
+    def failed(self, why: str, code: int, count: int) -> None:
+        say(why)
+        data = {"service": self.name, "why": why, "exit": code, "count": count}
+        with contextlib.suppress(OSError):  # a full disk: the log has said why
+            write_json(self.failed_path, {**data, "failed_unix": time.time()})
+
+    def well(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.failed_path)
+
+    def back_off(self) -> None:
+        failures = self.failures()
+        if failures:  # no busy loop of starts
+            seconds = min(2**failures, LONGEST_BACKOFF_S)
+            self.doing(f"failed {failures} times in a row: a pause of {seconds} s")
+            self.signals.pause(seconds, until=self.now_path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.now_path)
+
+    def keep_gap(self, before: dict[str, Any]) -> None:
+        """Back within a heartbeat, a cache server leaves vLLM unregistered (LMCache#4642)."""
+        gap = float(self.spec.get("min_gap_s", 0))
+        if not gap or not before or before.get("boot_id") != boot_id():
+            return
+        ended = before.get("ended_boottime")  # unknown when its launch.py was killed
+        if before.get("clean_stop") is not None and isinstance(ended, float):
+            gap -= time.clock_gettime(time.CLOCK_BOOTTIME) - ended
+        if gap > 0:
+            self.doing(f"a pause of {gap:.1f} s since its last end")
+            self.signals.pause(gap)
+
+    def wait_for(self) -> None:
+        seconds = float(self.spec.get("wait_s", 120))
+        deadline = time.monotonic() + seconds
+        for address in self.spec.get("wait_for", []):
+            self.doing(f"waiting for {address}")
+            host, _, port = address.rpartition(":")
+            while True:
+                try:
+                    socket.create_connection((host.strip("[]"), int(port)), 1).close()
+                    break
+                except OSError as error:
+                    if time.monotonic() > deadline:
+                        why = f"nothing answers on {address} after {seconds:.0f} s ({error})"
+                        raise GaveUp(75, why) from error
+                self.signals.pause(0.25)
+
+    def environment(self) -> dict[str, str]:
+        """The spec's environment and the secrets, nothing of the supervisor's. Raises GaveUp."""
+        env = dict(self.spec["env"])
+        for variable, path in self.spec.get("secret_env", {}).items():
+            try:
+                with open(path, encoding="utf-8") as handle:
+                    value = handle.read().rstrip("\n")
+            except (OSError, ValueError) as error:
+                raise GaveUp(78, f"the secret in {path} cannot be read: {error}") from error
+            if not value or "\n" in value or "\0" in value:
+                raise GaveUp(78, f"the secret in {path} is not one line of text")
+            env[variable] = value
+        return env
+
+    def run_before(self, unclean: bool) -> None:
+        for argv in self.spec.get("before", []):
+            words = [w for w in argv if w != "{unclean}" or unclean]
+            words = ["--unclean" if w == "{unclean}" else w for w in words]
+            self.doing("first: " + " ".join(words))
+            hook = spawn(words, self.spec["env"])
+            code = self.wait_child(hook, None)
+            end_descendants()
+            if self.signals.asked:
+                raise Stopped
+            if code != 0:
+                raise GaveUp(1, f"{' '.join(words)} failed (exit {code})")
+
+    def wait_child(self, child: subprocess.Popen[bytes], well_at: float | None) -> int | None:
+        """Its exit code, or None if it had to be killed because it did not stop in time."""
+        deadline, killed = None, False
+        while True:
+            code = reap(child)
+            if code is not None:
+                return None if killed else code
+            now = time.monotonic()
+            if self.signals.asked and deadline is None:
+                child.terminate()
+                deadline = now + self.stop_timeout
+            if deadline is not None and now > deadline and not killed:
+                say(f"did not stop within {self.stop_timeout:.0f} s: killed")
+                child.kill()
+                killed = True
+            if well_at is not None and now > well_at:
+                self.well()
+                well_at = None
+            self.signals.wait(1.0)
+
+    def run(self) -> int:
+        try:
+            self.take_lock()
+            before = read_record(self.record_path)
+            self.end_leftovers(before)
+            self.back_off()
+            self.keep_gap(before)
+            self.wait_for()
+            env = self.environment()
+            clean = bool(before.get("clean_stop")) if before else None
+            self.run_before(unclean=clean is False)
+            return self.serve(env, before, clean)
+        except Stopped:
+            return 0
+        except GaveUp as error:
+            self.failed(str(error), error.code, self.failures() + 1)
+            return error.code
+        except OSError as error:
+            self.failed(f"{self.name}: {error}", 1, self.failures() + 1)
+            return 1
+
+    def serve(self, env: dict[str, str], before: dict[str, Any], clean: bool | None) -> int:
+        if "pid" in before:
+            # killed between the start and its record, it must not look like a clean stop
+            write_json(self.record_path, {**before, "clean_stop": False})
+        child = spawn(self.spec["argv"], env)
+        began = time.monotonic()
+        record: dict[str, Any] = {
+            "service": self.name,
+            "pid": child.pid,
+            "start_ticks": start_ticks(child.pid),
+            "boot_id": boot_id(),
+            "pid1_ticks": start_ticks(1),
+            "launcher_pid": os.getpid(),
+            "config_digest": self.digest,
+            "started_unix": time.time(),
+            "clean_stop": None,
+            "clean_stop_before": clean,
+            "ended_unix_before": before.get("ended_unix"),
+        }
+        try:
+            write_json(self.record_path, record)
+            self.doing(None)
+            say(f"{self.name} runs as process {child.pid}")
+            code = self.wait_child(child, began + YOUNG_S)
+        finally:
+            end_descendants()  # also when the disk is full and the record cannot be written
+        stopped = self.signals.asked and code is not None and code != -signal.SIGKILL
+        count = 0
+        if stopped:
+            self.well()
+        elif not self.signals.asked:
+            young = time.monotonic() - began < YOUNG_S
+            count = self.failures() + 1 if young else 1
+            self.failed(f"{self.name} ended by itself with {code}", code or 0, count)
+        record.update(
+            clean_stop=stopped,
+            ended_unix=time.time(),
+            ended_boottime=time.clock_gettime(time.CLOCK_BOOTTIME),
+            quick_failures=count,
+        )
+        write_json(self.record_path, record)
+        if code is None:
+            return 1
+        return 0 if self.signals.asked else (code if code >= 0 else 128 - code)
 
 
-def in_child():
-    """The service dies with this parent, also if that is killed (EngineCore outlives its own)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def unusable(spec_path: str, error: Exception) -> int:
+    """Says so where the others look too: beside the record, whose place the spec cannot tell."""
+    why = f"unusable: {spec_path}: {error}"
+    say(why)
+    name = os.path.basename(spec_path).rpartition(".")[0]
+    run = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(spec_path))), "run")
+    failed = {"service": name, "why": why, "exit": 78, "count": 1, "failed_unix": time.time()}
+    with contextlib.suppress(OSError):  # the message above is all that is left then
+        write_json(os.path.join(run, name + ".failed"), failed)
+    return 78
 
 
-def end_group(pgid, why):
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pgid, signal.SIGKILL)
-        say("ended what was left of process group %d (%s)" % (pgid, why))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("spec")
     parser.add_argument("--digest", action="store_true", help="print what would be started and end")
     args = parser.parse_args()
     try:
-        with open(args.spec, encoding="utf-8") as handle:
-            spec = json.load(handle)
+        spec = read_spec(args.spec)
         digest = config_digest(args.spec, spec)
     except (OSError, ValueError) as error:
-        say(f"unusable: {args.spec}: {error}")
-        return 78
+        if args.digest:
+            print(f"unusable: {args.spec}: {error}", file=sys.stderr)
+            return 78
+        return unusable(args.spec, error)
     if args.digest:
         print(digest)
         return 0
-    return run(spec, digest)
-
-
-def run(spec, digest):
-    before = read_record(spec["record"])
-    clean_before = before.get("clean_stop")
-    if before and clean_before is None:
-        clean_before = False  # it never got to say that it stopped
-    stopping = {"asked": False, "pid": None}
-
-    def stop(signum, _frame):
-        stopping["asked"] = True
-        if stopping["pid"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stopping["pid"], signal.SIGTERM)
-        else:
-            sys.exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.umask(0o077)  # what is cached is what people asked
+    end_with_parent()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-    # A cache server that is back within a heartbeat leaves vLLM unregistered (LMCache#4642).
-    gap = spec.get("min_gap_s", 0) - (time.time() - before.get("ended_unix", 0))
-    if 0 < gap <= spec.get("min_gap_s", 0):
-        time.sleep(gap)
-    failures = before.get("quick_failures", 0)
-    if failures:  # it died young the last times: no busy loop of starts
-        time.sleep(min(2**failures, 20))
-    wait_for(spec.get("wait_for", []), spec.get("wait_s", 120))
-    env = dict(spec["env"])
-    for variable, path in spec.get("secret_env", {}).items():
-        with open(path, encoding="utf-8") as handle:
-            env[variable] = handle.read().rstrip("\n")
-    for argv in spec.get("before", []):
-        unclean = ["--unclean"] if clean_before is False else []
-        subprocess.run(
-            [part for a in argv for part in (unclean if a == "{unclean}" else [a])],
-            env=env,
-            check=True,
-        )
-
-    child = subprocess.Popen(
-        spec["argv"],
-        env=env,
-        cwd=env.get("HOME", "/"),
-        start_new_session=True,
-        preexec_fn=in_child,
-        stdin=subprocess.DEVNULL,
-    )
-    stopping["pid"] = child.pid
-    if stopping["asked"]:
-        child.terminate()
-    record = {
-        "service": spec["service"],
-        "pid": child.pid,
-        "start_ticks": start_ticks(child.pid),
-        "boot_id": boot_id(),
-        "config_digest": digest,
-        "started_unix": time.time(),
-        "clean_stop": None,
-        "clean_stop_before": clean_before,
-        "ended_unix_before": before.get("ended_unix"),
-    }
-    write_record(spec["record"], record)
-    say("%s runs as process %d" % (spec["service"], child.pid))
-
-    code = wait_child(child, stopping, spec.get("stop_timeout_s", 30))
-    end_group(child.pid, f"its parent ended with {code}")
-    clean = stopping["asked"] and code is not None
-    young = time.time() - record["started_unix"] < 120
-    record.update(
-        clean_stop=clean,
-        ended_unix=time.time(),
-        quick_failures=failures + 1 if young and not clean else 0,
-    )
-    write_record(spec["record"], record)
-    if code is None:
-        return 1
-    return 0 if stopping["asked"] else (code if code >= 0 else 128 - code)
-
-
-def wait_child(child, stopping, stop_timeout):
-    """Its exit code, or None if it had to be killed because it did not stop in time."""
-    deadline = None
-    while True:
-        try:
-            return child.wait(0.2)
-        except subprocess.TimeoutExpired:
-            pass
-        if stopping["asked"]:
-            deadline = deadline or time.monotonic() + stop_timeout
-            if time.monotonic() > deadline:
-                say("did not stop within %d s: killed" % stop_timeout)
-                end_group(child.pid, "stop timed out")
-                child.wait()
-                return None
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return Launch(spec, digest).run()
 
 
 if __name__ == "__main__":

@@ -4,220 +4,242 @@
 services.py --base DIR --user U status              JSON: {name: {state, current, pid, …}}
 services.py --base DIR --user U ensure              all run, each with its present configuration
 services.py --base DIR --user U start|stop|restart [NAME …]
+services.py --base DIR --user U shutdown            stops all, and supervisord
 
-Order is by the config's priority: cache server, runner, pruner. Exit: 0 done, 1 a service did not
-come (its last log lines are shown).
+Started as root or as U. Order of starting: cache server, runner, pruner; of stopping: the other
+way. By hand nothing waits for the pause that follows quick failures. Exit: 0 done, 1 a service
+did not come (why, and its last log lines, are shown on stderr).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import pwd
+import signal
 import subprocess
 import sys
 import time
+import xmlrpc.client
+from typing import TYPE_CHECKING, Any, NoReturn
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost.services_host import (
+        STOP_LIMIT_S,
+        Host,
+        Trouble,
+        alive,
+        say,
+        show_log,
+        wait_until,
+    )
+else:  # it lies beside this file on a host, where there is no package kvhost
+    from services_host import (
+        STOP_LIMIT_S,
+        Host,
+        Trouble,
+        alive,
+        say,
+        show_log,
+        wait_until,
+    )
 
 ORDER = ("cache", "runner", "pruner")
+#: seconds: a service's launch.py says what it waits for, and gives up by itself
+START_LIMIT_S = 900
+# faults of supervisord's XML-RPC (supervisord.org/api.html)
+BAD_NAME, ALREADY_STARTED, NOT_RUNNING = 10, 60, 70
+NO_SUCH_FILE = (FileNotFoundError, ConnectionRefusedError)
 
 
-def say(text):
-    print(text, file=sys.stderr, flush=True)
+def entry(host: Host, name: str, wanted: str | None, states: Any) -> dict[str, Any]:
+    record, lock, failed = host.read(name), host.read(name, "lock"), host.read(name, "failed")
+    launcher = alive(lock.get("launcher_pid"), lock.get("launcher_ticks"))
+    unknown = ("DOWN", "no supervisord" if states is None else "not known to supervisord")
+    state, detail = (states or {}).get(name, unknown)
+    return {
+        "state": state,
+        "detail": detail,
+        "pid": record.get("pid"),
+        "start_ticks": record.get("start_ticks"),
+        "alive": alive(record.get("pid"), record.get("start_ticks")),
+        "current": wanted is not None and record.get("config_digest") == wanted,
+        # what its launch.py waits for, before the service itself runs
+        "doing": lock.get("doing") if launcher else None,
+        "coming": launcher and bool(lock.get("doing")) and lock.get("config_digest") == wanted,
+        "launcher": launcher,
+        "failed": failed.get("why"),
+        "failed_unix": failed.get("failed_unix"),
+    }
 
 
-class Host:
-    """One installation of kvhost and the supervisord that runs its services."""
-
-    def __init__(self, base, user):
-        self.base, self.user = base, user
-        self.conf = os.path.join(base, "etc", "supervisord.conf")
-        self.tools = os.path.join(base, "tools", "current", "bin")
-
-    def path(self, *parts):
-        return os.path.join(self.base, *parts)
-
-    def as_user(self, argv):
-        account = pwd.getpwnam(self.user)
-        if account.pw_uid == os.geteuid():
-            return argv
-        ids = ["--reuid", str(account.pw_uid), "--regid", str(account.pw_gid), "--init-groups"]
-        return ["setpriv", *ids, "--inh-caps=-all", *argv]
-
-    def clean_env(self):
-        return {"PATH": "/usr/bin:/bin", "HOME": self.path("home"), "LC_ALL": "C.UTF-8"}
-
-    def ctl(self, *args):
-        """(exit code, output) of supervisorctl; exit 4 means that no supervisord answers."""
-        done = subprocess.run(
-            self.as_user([os.path.join(self.tools, "supervisorctl"), "-c", self.conf, *args]),
-            env=self.clean_env(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.returncode, (done.stdout + done.stderr).strip()
-
-    def states(self):
-        """{name: (STATE, rest of the line)}; empty when no supervisord answers."""
-        code, output = self.ctl("status")
-        if code == 4 or "refused connection" in output or "no such file" in output:
-            return {}
-        rows = [line.split(None, 2) for line in output.splitlines()]
-        return {row[0]: (row[1], row[2] if len(row) > 2 else "") for row in rows if len(row) > 1}
-
-    def wanted_digest(self, name):
-        done = subprocess.run(
-            self.as_user(
-                [
-                    os.path.join(self.tools, "python"),
-                    self.path("bin", "launch.py"),
-                    "--digest",
-                    self.path("etc", name + ".json"),
-                ]
-            ),
-            env=self.clean_env(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    def record(self, name):
-        try:
-            with open(self.path("run", name + ".json"), encoding="utf-8") as handle:
-                return json.load(handle)
-        except (OSError, ValueError):
-            return {}
-
-    def supervisor_fresh(self):
-        """Whether the running supervisord has read the configuration that lies there now."""
-        try:
-            started = os.stat(self.path("run", "supervisor.read")).st_mtime_ns
-            return started >= os.stat(self.conf).st_mtime_ns
-        except OSError:
-            return False
-
-
-def alive(record):
-    try:
-        with open("/proc/%d/stat" % record["pid"], encoding="utf-8", errors="replace") as handle:
-            return int(handle.read().rpartition(")")[2].split()[19]) == record["start_ticks"]
-    except (OSError, KeyError, ValueError, IndexError):
-        return False
-
-
-def status(host):
+def status(host: Host) -> dict[str, Any]:
     states = host.states()
-    result = {}
-    for name in ORDER:
-        record = host.record(name)
-        state = states.get(name, ("DOWN", "no supervisord" if not states else "not known to it"))
-        result[name] = {
-            "state": state[0],
-            "detail": state[1],
-            "pid": record.get("pid"),
-            "alive": alive(record),
-            "current": record.get("config_digest") == host.wanted_digest(name),
-        }
-    return {"services": result, "supervisor_fresh": bool(states) and host.supervisor_fresh()}
+    rows = {name: entry(host, name, host.wanted_digest(name), states) for name in ORDER}
+    fresh = states is not None and host.conf_read() == host.conf_digests()
+    return {"services": rows, "supervisor_fresh": fresh}
 
 
-def good(entry):
-    return entry["state"] == "RUNNING" and entry["alive"] and entry["current"]
+def good(row: dict[str, Any]) -> bool:
+    return row["state"] == "RUNNING" and bool(row["alive"]) and bool(row["current"])
 
 
-def start_supervisor(host):
-    touch_read(host)
-    done = subprocess.run(
-        host.as_user([os.path.join(host.tools, "supervisord"), "-c", host.conf]),
-        env=host.clean_env(),
-        cwd=host.path("home"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        say("supervisord did not start:\n" + (done.stdout + done.stderr).strip())
-        sys.exit(1)
-
-
-def touch_read(host):
-    path = host.path("run", "supervisor.read")
-    with open(path, "w", encoding="ascii"):
-        pass
-    os.utime(path)
-
-
-def ensure(host):
-    if not host.states():
-        say("starting supervisord")
-        start_supervisor(host)
-    elif not host.supervisor_fresh():
-        say("supervisord reads its new configuration")
-        touch_read(host)
-        code, output = host.ctl("update")
-        say(output)
-        if code != 0:
-            sys.exit(1)
-    settle(host)
-    entries = status(host)["services"]
-    stale = [name for name in ORDER if not good(entries[name])]
-    # the runner keeps its registration with the server only if it outlives it by two heartbeats;
-    # launch.py keeps that pause, so a changed cache server alone does not restart the runner
-    for name in stale:
-        say(
-            "{} {}".format(
-                "restarting" if entries[name]["state"] == "RUNNING" else "starting", name
-            )
-        )
-        move(host, "restart", name)
-
-
-def settle(host, seconds=15):
-    """Waits while supervisord is still deciding about a service that has just been started."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        entries = status(host)["services"].values()
-        if not any(e["state"] in ("STARTING", "STOPPING") for e in entries) and not any(
-            e["state"] == "RUNNING" and not e["alive"] for e in entries
-        ):
+def end_supervisors(host: Host) -> None:
+    """Ends each supervisord that does not answer; two would start every service twice."""
+    for how, seconds in ((signal.SIGTERM, STOP_LIMIT_S), (signal.SIGKILL, 10)):
+        pids = host.supervisors()
+        if not pids:
             return
-        time.sleep(0.3)
+        say(f"supervisord (process {pids}) does not answer: {how.name}")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, how)
+        wait_until(lambda: not host.supervisors(), seconds)
+    raise Trouble(f"supervisord (process {host.supervisors()}) cannot be ended")
 
 
-def move(host, verb, name):
-    old = host.record(name)
-    if verb in ("stop", "restart"):
-        host.ctl("stop", name)
-    if verb == "stop" or (verb == "start" and alive(host.record(name))):
+def start_supervisor(host: Host) -> None:
+    # one that was started or told to stop a moment ago is given time to say so
+    wait_until(lambda: host.answers() or not host.supervisors(), 5)
+    if host.answers():
         return
-    code, output = host.ctl("start", name)
-    deadline = time.monotonic() + 60
-    while code == 0 and time.monotonic() < deadline:
-        now = host.record(name)
-        if alive(now) and (now.get("pid"), now.get("start_ticks")) != (
-            old.get("pid"),
-            old.get("start_ticks"),
-        ):
-            return
-        time.sleep(0.2)
-    say(f"{name} did not start: {output}")
-    show_log(host, name)
-    sys.exit(1)
-
-
-def show_log(host, name, lines=20):
+    end_supervisors(host)
+    say("starting supervisord")
+    digests = host.conf_digests()
     try:
-        with open(host.path("log", name + ".log"), encoding="utf-8", errors="replace") as handle:
-            for line in handle.readlines()[-lines:]:
-                say(f"  {name} | {line.rstrip()}")
+        done = subprocess.run(
+            host.as_user([os.path.join(host.tools, "supervisord"), "-c", host.conf]),
+            env=host.clean_env(),
+            cwd=host.path("home"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError as error:
-        say(f"  {name} | no log: {error}")
+        raise Trouble(f"supervisord cannot be started: {error}") from error
+    if done.returncode != 0:
+        raise Trouble("supervisord did not start:\n" + (done.stdout + done.stderr).strip())
+    if not wait_until(host.answers, 20):
+        show_log(host, "supervisord")
+        raise Trouble(f"supervisord was started, but does not answer on {host.socket}")
+    host.write("supervisor.read", json.dumps(digests))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def read_again(host: Host, digests: dict[str, str]) -> None:
+    """What `supervisorctl update` does; groups whose description changed are restarted."""
+    say("supervisord reads its new configuration")
+    try:
+        added, changed, removed = host.call("reloadConfig")[0]
+        for name in (*removed, *changed):
+            host.call("stopProcessGroup", name)
+            host.call("removeProcessGroup", name)
+        for name in (*changed, *added):
+            host.call("addProcessGroup", name)
+    except xmlrpc.client.Fault as fault:
+        raise Trouble(f"supervisord refuses {host.conf}: {fault.faultString}") from fault
+    host.write("supervisor.read", json.dumps(digests))
+
+
+def bring_supervisor(host: Host) -> None:
+    if not host.answers():
+        start_supervisor(host)
+    digests, read = host.conf_digests(), host.conf_read()
+    if read == digests:
+        return
+    if read and read.get("daemon") != digests["daemon"]:
+        say("supervisord is restarted: its own part of the configuration changed")
+        shutdown(host)
+        start_supervisor(host)
+    else:
+        read_again(host, digests)
+
+
+def shutdown(host: Host) -> None:
+    if host.answers():
+        host.call("shutdown")
+    if not wait_until(lambda: not host.supervisors(), STOP_LIMIT_S):
+        end_supervisors(host)
+
+
+def ensure(host: Host) -> None:
+    bring_supervisor(host)
+    for name in ORDER:
+        wanted = host.wanted_digest(name)
+
+        def settled(name: str = name, wanted: str | None = wanted) -> bool:
+            row = entry(host, name, wanted, host.states())
+            starting = row["state"] == "RUNNING" and not row["launcher"]
+            return row["state"] not in ("STARTING", "STOPPING") and not starting
+
+        wait_until(settled, 10)
+        row = entry(host, name, wanted, host.states())
+        if good(row):
+            continue
+        if not row["coming"]:
+            say(f"{'restarting' if row['alive'] else 'starting'} {name}")
+            stop(host, name)
+        start(host, name)
+
+
+def start(host: Host, name: str) -> None:
+    """Returns once its process lives. Raises Trouble after the first failure."""
+    wanted = host.wanted_digest(name)
+    first = entry(host, name, wanted, host.states())
+    if first["alive"] and first["state"] == "RUNNING":
+        return
+    host.write(f"{name}.now", "")
+    try:
+        host.call("startProcess", name, False)
+    except xmlrpc.client.Fault as fault:
+        if fault.faultCode == BAD_NAME:
+            raise Trouble(f"{name}: not in {host.conf}") from fault
+        if fault.faultCode != ALREADY_STARTED:
+            give_up(host, name, fault.faultString)
+    began = told = time.monotonic()
+    while True:
+        row = entry(host, name, wanted, host.states())
+        if row["alive"] and row["state"] in ("RUNNING", "STARTING"):
+            return
+        if row["failed_unix"] != first["failed_unix"]:
+            give_up(host, name, row["failed"])
+        if row["state"] in ("FATAL", "BACKOFF", "DOWN", "STOPPED"):
+            give_up(host, name, f"{row['state']}: {row['detail']}")
+        now = time.monotonic()
+        if now - began > START_LIMIT_S:
+            give_up(host, name, f"not there after {START_LIMIT_S} s ({row['doing']})")
+        if now - told > 10:
+            told = now
+            say(f"  {name}: {row['doing'] or row['state']}")
+        time.sleep(0.2)
+
+
+def stop(host: Host, name: str) -> None:
+    """Returns once its process is gone. Raises Trouble if it is not."""
+    try:
+        host.call("stopProcess", name, False)
+    except xmlrpc.client.Fault as fault:
+        if fault.faultCode not in (NOT_RUNNING, BAD_NAME):
+            raise Trouble(f"{name} could not be stopped: {fault.faultString}") from fault
+    except NO_SUCH_FILE:
+        pass  # no supervisord: its services end with it
+
+    def gone() -> bool:
+        row = entry(host, name, None, host.states())
+        return not row["alive"] and not row["launcher"] and row["state"] != "STOPPING"
+
+    if not wait_until(gone, STOP_LIMIT_S):
+        raise Trouble(f"{name} still runs (process {host.read(name).get('pid')})")
+
+
+def give_up(host: Host, name: str, why: str | None) -> NoReturn:
+    show_log(host, name)
+    raise Trouble(f"{name} did not start: {why or 'no reason was given'}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
     parser.add_argument("--user", required=True)
     parser.add_argument(
@@ -227,21 +249,30 @@ def main():
     args = parser.parse_args()
     unknown = [name for name in args.names if name not in ORDER]
     if unknown:
-        parser.error("no service {}; there are {}".format(", ".join(unknown), ", ".join(ORDER)))
-    host = Host(args.base, args.user)
-    if args.command == "status":
-        print(json.dumps(status(host)))
-    elif args.command == "ensure":
-        ensure(host)
-    elif args.command == "shutdown":
-        host.ctl("shutdown")
-    else:
-        if args.command != "stop" and not host.states():
-            start_supervisor(host)
-            settle(host)
-        for name in args.names or ORDER:
-            move(host, args.command, name)
+        parser.error(f"no service {', '.join(unknown)}; there are {', '.join(ORDER)}")
+    names = [name for name in ORDER if name in args.names or not args.names]
+    try:
+        host = Host(args.base, args.user)
+        if args.command == "status":
+            print(json.dumps(status(host)))
+        elif args.command == "ensure":
+            ensure(host)
+        elif args.command == "shutdown":
+            shutdown(host)
+        else:
+            if args.command in ("stop", "restart"):
+                for name in reversed(names):
+                    stop(host, name)
+            if args.command in ("start", "restart"):
+                if not host.answers():
+                    start_supervisor(host)
+                for name in names:
+                    start(host, name)
+    except (Trouble, OSError) as error:
+        say(f"services: {error}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
