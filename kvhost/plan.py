@@ -180,11 +180,11 @@ def _changed_files(
     found: dict[Stage, list[str]] = {"host": [], "cache": [], "runner": []}
     on_host = _own(report, "files").data or {}
     for path, digest in sorted((facts.rendered or {}).items()):
-        name = path.rpartition("/")[2]
+        name = path.removeprefix(f"{settings.paths.etc}/")
         whose: Stage = "host"
-        if "cache" in name or "pruner" in name:
+        if name != path and ("cache" in name or "pruner" in name):
             whose = "cache"
-        elif "runner" in name:
+        elif name != path and ("runner" in name or "vllm" in name):
             whose = "runner"
         if path not in on_host or on_host[path].sha256 != digest:
             found[whose].append(path.removeprefix(f"{settings.base_dir}/"))

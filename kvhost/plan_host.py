@@ -116,16 +116,15 @@ def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def lock_owner(lock: RunLock) -> str:
-    """user@controller:pid, as break_lock takes it."""
+    """user@controller:pid, for people."""
     content = lock.content
     return f"{content.get('user')}@{content.get('controller')}:{content.get('pid')}"
 
 
 def lock_is_free(settings: Settings, lock: RunLock, facts: PlanInputs) -> bool:
-    """Whether a run lock may be taken over: stale, or broken by name (owner or run id)."""
-    named = settings.break_lock in (lock_owner(lock), lock.content.get("run_id"))
-    stale = facts.lock_is_stale is True or lock.age_s > STALE_AFTER_S
-    return stale or (settings.break_lock is not None and named)
+    """Whether a run lock may be taken over: stale, or given up by its run id."""
+    given_up = settings.break_lock and settings.break_lock == lock.content.get("run_id")
+    return bool(given_up) or facts.lock_is_stale is True or lock.age_s > STALE_AFTER_S
 
 
 def last_namespace(report: HostReport) -> Namespace | None:

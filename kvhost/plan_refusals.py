@@ -69,14 +69,14 @@ def _run_lock(settings: Settings, report: HostReport, facts: PlanInputs) -> Iter
             yield unreadable("host", name, part.why)
     lock = kvhost.run_lock.data
     if lock and not lock_is_free(settings, lock, facts):
-        owner = lock_owner(lock)
+        run_id = lock.content.get("run_id")
         yield Refusal(
             "host",
             "run_in_progress",
             "another run is changing this host",
             "no other run, or one that gave no sign of life for 30 min",
-            f"run {lock.content.get('run_id')} of {owner}, alive {lock.age_s:.0f} s ago",
-            f"wait for it; if it is known to be dead: break_lock = {owner!r}",
+            f"run {run_id} of {lock_owner(lock)}, alive {lock.age_s:.0f} s ago",
+            f"wait for it; if it is known to be dead: break_lock = {run_id!r}",
         )
 
 
@@ -313,5 +313,5 @@ def _model_dir(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             f"the service's user {settings.service_user} cannot read the model",
             f"every directory above {path} passable (x) and its files readable (r) to that user",
             f"{by} is not passable" if by else f"{len(model.data.closed)} files are not: {closed}",
-            f"let that user pass: chmod o+x {by}" if by else f"chmod o+r {path}/*",
+            f"chmod o+x {by}" if by else f"chmod o+r {path}/*",
         )

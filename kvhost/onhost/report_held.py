@@ -273,9 +273,11 @@ def built(top: Path, sizes: bool) -> list[Data]:
 
 
 def base_state(base: Path) -> Data:
-    """Whose base_dir is: kvhost's when its state has a receipt, a lock or the mark of a start."""
+    """Whose base_dir is: kvhost's when its state has a receipt or a run lock (or its guard)."""
     names = [p.name for p in listing(base) if p.name != "lost+found"]
-    marks = ("state/receipt.json", "state/run.lock", "state/.kvhost")
+    if names == ["state"] and is_dir(base / "state") and not listing(base / "state"):
+        names = []  # a run that was killed before it had the lock
+    marks = ("state/receipt.json", "state/run.lock", "state/run.lock.guard")
     ours = any(st(base / mark, follow=False) for mark in marks)
     owner = "kvhost" if ours else "foreign" if names else "nobody"
     return {"owner": owner, "entries": names[:8]}
@@ -330,7 +332,7 @@ def tier(top: Path) -> Data:
         if path.name.startswith("ns-") and path.is_dir() and not path.is_symlink():
             meta = part(functools.partial(json_file, path / NAMESPACE))
             rows.append({"name": path.name, "metadata": meta, **tree_size(path)})
-        elif path.name != "lost+found":
+        elif path.name != "lost+found" and not path.name.startswith(".kvhost"):
             foreign.append(path.name)
     return {"namespaces": rows, "foreign": foreign[:20]}
 
