@@ -229,7 +229,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
             *("--free-floor-bytes", str(int(settings.free_floor_gib * gib))),
             *("--interval", str(settings.pruner_interval_s)),
             *("--current", namespace_dir.rpartition("/")[2]),
-            *("--status", f"{paths.run}/pruner-status.json"),
+            *("--status", f"{paths.log}/pruner-status.json"),
         ),
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
         watch=(f"{paths.bin}/pruner.py",),
