@@ -1,0 +1,105 @@
+"""Verdicts kept at home: reports/HOST/TIME.json, schema kvhost/verdict/1.
+
+The published JSON schema is docs/schema/verdict-1.json; `python -m kvhost.reports` prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvhost import __version__
+from kvhost.evidence_model import Evidence
+from kvhost.verdict_types import Verdict
+
+TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
+
+
+class Report(BaseModel):
+    """One verdict with the evidence it rests on. Holds no prompt and no key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_: Literal["kvhost/verdict/1"] = Field(default="kvhost/verdict/1", alias="schema")
+    host: str
+    time: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d{6}Z$")
+    verdict: Verdict
+    evidence: Evidence
+    versions: dict[str, str]
+
+
+def host_folder(host: str) -> str:
+    """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
+
+    >>> host_folder("@local"), host_folder("web-1.example")
+    ('_local-12ef56c1', 'web-1.example')
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", host):
+        return host
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:90]
+    return f"{plain}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
+
+
+def make_report(host: str, verdict: Verdict, evidence: Evidence, at: datetime) -> Report:
+    """A report of one run; ``at`` must carry a time zone."""
+    versions = {"kvhost": __version__, **evidence.versions}
+    time = at.astimezone(UTC).strftime(TIME_FORMAT)
+    return Report(host=host, time=time, verdict=verdict, evidence=evidence, versions=versions)
+
+
+def write_report(folder: Path, report: Report) -> Path:
+    """Writes reports/HOST/TIME.json atomically, 0600 in a folder 0700; never replaces a report.
+
+    Raises OSError, FileExistsError among them.
+    """
+    place = folder / host_folder(report.host)
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = place / f"{report.time}.json"
+    handle, name = tempfile.mkstemp(dir=place, suffix=".tmp")  # 0600 by mkstemp
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(report.model_dump_json(by_alias=True, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike rename, fails when the name is taken
+    finally:
+        temporary.unlink()
+    return path
+
+
+def list_reports(folder: Path, host: str | None = None) -> list[Path]:
+    """Paths of the reports of one host or of all, oldest first; empty when there are none."""
+    pattern = f"{host_folder(host)}/*.json" if host is not None else "*/*.json"
+    return sorted(folder.glob(pattern), key=lambda path: (path.stem, path.parent.name))
+
+
+def load_report(path: Path) -> Report:
+    """Raises OSError, or pydantic.ValidationError for another schema or a damaged file."""
+    return Report.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def latest_report(folder: Path, host: str) -> Report | None:
+    """The newest report of a host, None when there is none. Raises as load_report does."""
+    found = list_reports(folder, host)
+    return load_report(found[-1]) if found else None
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a report file."""
+    schema = Report.model_json_schema(by_alias=True, mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+if __name__ == "__main__":
+    json.dump(json_schema(), sys.stdout, indent=1, sort_keys=True)
+    sys.stdout.write("\n")

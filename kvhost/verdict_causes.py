@@ -1,0 +1,272 @@
+"""Likely causes of a verdict that is not PASS, most specific first, with what to change.
+
+Each slug is a heading of docs/troubleshooting.md; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvhost.verdict_facts import Facts
+from kvhost.verdict_types import Cause, Condition
+
+Met = dict[str, bool | None]
+PAGE = "docs/troubleshooting.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    slug: str
+    title: str
+    change: str
+    applies: Callable[[Facts, Met], bool]
+
+
+def _missed(met: Met) -> bool:
+    """The restored request got too little from the cache, by either side."""
+    return met.get("l2_hits") is False or met.get("external_hits") is False
+
+
+def _own_files_left(facts: Facts) -> int | None:
+    request = facts.request("restored")
+    return request.before.own_files if request and request.before else None
+
+
+def _in_namespace(facts: Facts, wanted: bool) -> bool:
+    """Whether the test's own files were (wanted) or were not all there before the request."""
+    left, written = _own_files_left(facts), facts.evidence.written
+    if left is None or written is None or not written.new_files:
+        return False
+    return (left >= written.new_files) is wanted
+
+
+def _asked(facts: Facts) -> bool | None:
+    """Whether vLLM asked any external cache for the restored request."""
+    queries = facts.vllm("restored", "external_queries")
+    return None if queries is None else queries > 0
+
+
+def _adapters(facts: Facts) -> float | None:
+    request = facts.request("restored")
+    page = request.after.cache if request and request.after else None
+    return page.l2_adapters if page else None
+
+
+def _step_failed(facts: Facts, start: str) -> bool:
+    return any(s.name.startswith(start) and not s.ok for s in facts.evidence.steps)
+
+
+def _in_use(facts: Facts, met: Met) -> bool:
+    refused = facts.evidence.refused
+    return refused is not None and refused.busy is not None
+
+
+def _no_metrics(facts: Facts, met: Met) -> bool:
+    refused = facts.evidence.refused
+    if refused is not None:
+        return refused.busy is None
+    shots = [shot for _, found in facts.lives() for shot in found]
+    return any(shot.vllm is None or shot.cache is None for shot in shots)
+
+
+def _other_server(facts: Facts, met: Met) -> bool:
+    request = facts.request("restored")
+    if request is None or not (request.before and request.after and _asked(facts)):
+        return False
+    before, after = request.before.cache, request.after.cache
+    return after is not None and (after.lookups or 0) == ((before and before.lookups) or 0)
+
+
+def _never_written(facts: Facts, met: Met) -> bool:
+    written = facts.evidence.written
+    return written is not None and written.new_files == 0 and _adapters(facts) != 0
+
+
+def _unfinished(facts: Facts, met: Met) -> bool:
+    return met.get("written") is False and bool(
+        facts.evidence.written and facts.evidence.written.new_files
+    )
+
+
+TABLE: tuple[Row, ...] = (
+    Row(
+        "wrong-kv-served",
+        "Wrong KV was served: the answer changed after the restart.",
+        "Stop using this namespace. Compare model, KV dtype, versions and parallelism with those"
+        " that wrote it; remove the namespace's directory and run the test again.",
+        lambda f, m: m.get("same_answer") is False and (f.cache("restored", "hit_tokens") or 0) > 0,
+    ),
+    Row(
+        "answer-differs-without-a-hit",
+        "The answer changed although nothing came from the cache.",
+        "Look at what else changed with the restart: model files, dtype, versions, flags.",
+        lambda f, m: m.get("same_answer") is False and not f.cache("restored", "hit_tokens"),
+    ),
+    Row(
+        "answers-not-repeatable",
+        "The engine does not repeat its own greedy answer, so answers cannot be compared.",
+        "Use float32 or a longer-margin model for the test, or settings that make the engine's"
+        " arithmetic repeatable.",
+        lambda f, m: (
+            "same_answer" in m
+            and m["same_answer"] is None
+            and f.answered("restored") is True
+            and f.answered("warm") is True
+        ),
+    ),
+    Row(
+        "server-in-use",
+        "The server is in use; the test restarts it.",
+        "Run it when nobody uses the server, or give --disrupt.",
+        _in_use,
+    ),
+    Row(
+        "metrics-unreadable",
+        "The metrics of the runner or of the cache server cannot be read.",
+        "Check both URLs from the host itself; kvhost's own configuration serves both on loopback.",
+        _no_metrics,
+    ),
+    Row(
+        "request-failed",
+        "The cold request was not answered.",
+        "See the error of the step, then the log of the runner.",
+        lambda f, m: f.answered("cold") is False,
+    ),
+    Row(
+        "service-not-ready",
+        "A service did not come back after its restart.",
+        "See the last log lines in the step's error; run `kvhost` again once it is mended.",
+        lambda f, m: _step_failed(f, "restart "),
+    ),
+    Row(
+        "not-restarted",
+        "A service was not restarted: its process is the one of before.",
+        "Look at the restart command and at who holds the port; a second instance may serve it.",
+        lambda f, m: m.get("restarted_cache") is False or m.get("restarted_runner") is False,
+    ),
+    Row(
+        "prompt-too-short",
+        "The prompt is too short: only whole chunks are cached.",
+        "Raise verify_prompt_tokens to at least two chunks (chunk_size).",
+        lambda f, m: m.get("prompt_long") is False,
+    ),
+    Row(
+        "not-alone",
+        "Somebody else used the servers during the test.",
+        "Repeat the test when the server is quiet.",
+        lambda f, m: m.get("alone_runner") is False or m.get("alone_cache") is False,
+    ),
+    Row(
+        "counters-reset",
+        "A counter fell or a process changed in the middle of the test.",
+        "Look in the logs for a crash and automatic restart, then repeat the test.",
+        lambda f, m: m.get("counters") is False,
+    ),
+    Row(
+        "unseen-prompt-hits",
+        "A prompt that was never seen hits: hits mean nothing on this server.",
+        "Look for a proxy or a cache in front of the server, and for planted KV files.",
+        lambda f, m: m.get("control_misses") is False or m.get("cold_cold") is False,
+    ),
+    Row(
+        "connector-missing",
+        "vLLM asks no external cache: the connector is not configured or not registered.",
+        "Check --kv-transfer-config; the runner's log must say 'Registering kv caches'.",
+        lambda f, m: _asked(f) is False and f.answered("restored") is True,
+    ),
+    Row(
+        "other-cache-server",
+        "vLLM asks a cache, but not the server whose metrics were read.",
+        "Compare the port in --kv-transfer-config with that of the cache server.",
+        _other_server,
+    ),
+    Row(
+        "l2-absent",
+        "The cache server has no L2: its cache is memory only.",
+        "Give it a file tier: --l2-adapter with type fs or fs_native and a base_path.",
+        lambda f, m: _adapters(f) == 0,
+    ),
+    Row(
+        "load-failed",
+        "The cache server found the KV in L2, but vLLM could not load it.",
+        "Look for truncated or unreadable files in the namespace; start the cache server again"
+        " through kvhost, which sweeps files of a wrong size, or remove the namespace.",
+        lambda f, m: (
+            (m.get("l2_hits") is True and m.get("external_hits") is False)
+            or m.get("restored_answered") is False
+        ),
+    ),
+    Row(
+        "nothing-written",
+        "Nothing was written to the namespace's directory.",
+        "Compare base_path of the L2 adapter with the namespace; look for write errors (full disk,"
+        " permissions) in the cache server's log.",
+        _never_written,
+    ),
+    Row(
+        "write-not-finished",
+        "The write to L2 had not finished before the restart.",
+        "Look at the drive's write speed and free space; raise the time-out of the wait.",
+        _unfinished,
+    ),
+    Row(
+        "evicted",
+        "The test's files were removed before the restored request.",
+        "Look at the pruner's limit and at other clean-up on the directory; raise cache_limit_gib.",
+        lambda f, m: _missed(m) and _in_namespace(f, False),
+    ),
+    Row(
+        "keys-changed",
+        "The files are there, but were not found: namespace, keys or index changed.",
+        "The same directory, model string and chunk size must be used after the restart. An index"
+        " in memory only (`local_disk`) or an unstable hash seed (PYTHONHASHSEED) does the same.",
+        lambda f, m: _missed(m) and m.get("l2_hits") is False and _in_namespace(f, True),
+    ),
+    Row(
+        "rewritten",
+        "KV was computed and written anew although hits were counted.",
+        "See whether two configurations write to one directory.",
+        lambda f, m: m.get("no_rewriting") is False,
+    ),
+    Row(
+        "engine-memory",
+        "The engine's own memory answered, not the cache.",
+        "Restart the runner within the test; nobody may send the same prompt in between.",
+        lambda f, m: m.get("engine_zero") is False,
+    ),
+    Row(
+        "served-from-l1",
+        "The cache server's memory (L1) answered, not its files.",
+        "Restart the cache server within the test; see whether it loads files at its start.",
+        lambda f, m: m.get("l1_zero") is False,
+    ),
+    Row(
+        "page-cache-not-dropped",
+        "The files stayed in memory: that the drive serves them is not shown.",
+        "Is the tier on tmpfs? It would be empty after a reboot. Put it on a drive.",
+        lambda f, m: m.get("dropped") is False,
+    ),
+    Row(
+        "cached-tokens-missing",
+        "The response does not say how many tokens were cached, or not what the counters say.",
+        "Start vLLM with --enable-prompt-tokens-details.",
+        lambda f, m: f.answered("restored") is True and m.get("cached_agrees") is not True,
+    ),
+    Row(
+        "interrupted",
+        "The test was interrupted.",
+        "Run it again; its own files were removed where they could be told apart.",
+        lambda f, m: f.evidence.interrupted is not None,
+    ),
+)
+
+
+def likely_causes(facts: Facts, conditions: list[Condition]) -> list[Cause]:
+    """Every row of the table that fits, in its order; empty when none does."""
+    met = {condition.id: condition.met for condition in conditions}
+    return [
+        Cause(slug=row.slug, title=row.title, change=row.change, link=f"{PAGE}#{row.slug}")
+        for row in TABLE
+        if row.applies(facts, met)
+    ]

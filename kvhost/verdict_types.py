@@ -1,0 +1,74 @@
+"""The verdict's data: schema kvhost/verdict/1."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+Weight = Literal["fail", "inconclusive", "note"]
+EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+
+
+class Thresholds(BaseModel):
+    """What the judge asks for. Ratios are fractions of 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_hit: float = Field(default=0.95, gt=0, le=1)
+    """Part of the prompt's whole chunks that must come from L2."""
+    min_chunks: int = Field(default=2, ge=1)
+    """A prompt of fewer whole chunks says too little."""
+    max_resident: float = Field(default=0.01, ge=0, le=1)
+    """Part of the test's pages that may stay in the page cache."""
+    worth_ratio: float = Field(default=0.8, gt=0, le=1)
+    """Worth it: the first token after the restart takes at most this part of the cold time."""
+
+
+class Condition(BaseModel):
+    """One question, its figure and threshold. ``met`` None: the figure is missing or cannot tell.
+
+    weight: what a condition that is not met means. fail: the cache did not do it. inconclusive: the
+    test cannot say. note: it is only said. A ``met`` of None never passes, except for a note.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    question: str
+    figure: float | int | str | None
+    threshold: str
+    met: bool | None
+    weight: Weight
+
+
+class Cause(BaseModel):
+    """A likely cause with what to change; ``link`` is a place in docs/troubleshooting.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slug: str
+    title: str
+    change: str
+    link: str
+
+
+class Verdict(BaseModel):
+    """persisted never depends on time; worth_it depends on nothing else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    persisted: Persisted
+    worth_it: Literal["yes", "no", "unknown"]
+    summary: str
+    ttft_cold_s: float | None
+    ttft_warm_s: float | None
+    ttft_restored_s: float | None
+    conditions: list[Condition]
+    causes: list[Cause]
+    thresholds: Thresholds
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.persisted]

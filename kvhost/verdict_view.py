@@ -1,0 +1,70 @@
+"""A verdict for people: a table of at most 80 columns, and one line of history."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvhost.reports import Report
+from kvhost.verdict_types import Condition, Verdict
+
+_COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
+_MARK = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("?", "yellow")}
+
+
+def _number(figure: float | int | str | None) -> str:
+    if figure is None:
+        return "missing"
+    return f"{figure:.0f}" if isinstance(figure, float) else str(figure)
+
+
+def _row(condition: Condition) -> tuple[Text, ...]:
+    word, style = _MARK[condition.met]
+    if condition.weight == "note" and condition.met is not True:
+        word, style = "-", "dim"
+    cells = (condition.question, _number(condition.figure), condition.threshold)
+    return (*(Text(cell) for cell in cells), Text(word, style))
+
+
+def seconds(verdict: Verdict) -> str:
+    """The times to the first token in one phrase."""
+    parts = (
+        ("cold", verdict.ttft_cold_s),
+        ("warm", verdict.ttft_warm_s),
+        ("after restart", verdict.ttft_restored_s),
+    )
+    return ", ".join(f"{name} {'?' if s is None else f'{s:.2f} s'}" for name, s in parts)
+
+
+def headline(host: str, verdict: Verdict) -> Text:
+    """persisted, worth_it and the times of one host; the host's name is shown as it is."""
+    text = Text(f"{host}: persisted ")
+    text.append(verdict.persisted, _COLOUR[verdict.persisted])
+    text.append(f", worth it {verdict.worth_it}\n  first token: {seconds(verdict)}")
+    return text
+
+
+def verdict_table(host: str, verdict: Verdict) -> RenderableType:
+    """Headline, every condition with figure and threshold, summary, likely causes."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("condition", width=25)
+    table.add_column("found", width=17, overflow="fold")
+    table.add_column("needed", width=24)
+    table.add_column("met", width=3)
+    for condition in verdict.conditions:
+        table.add_row(*_row(condition))
+    parts: list[RenderableType] = [headline(host, verdict), table, Text(verdict.summary)]
+    for cause in verdict.causes:
+        parts.append(Text(f"* {cause.title}\n  {cause.change}\n  {cause.link}"))
+    return Group(*parts)
+
+
+def history_line(report: Report) -> Text:
+    """One report in one line, for lists."""
+    verdict = report.verdict
+    text = Text(f"{report.time}  {report.host}  ")
+    text.append(f"{verdict.persisted:<12}", _COLOUR[verdict.persisted])
+    text.append(f"  worth it {verdict.worth_it:<7}  {seconds(verdict)}")
+    return text
