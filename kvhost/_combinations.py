@@ -98,8 +98,7 @@ def _names_in_base() -> frozenset[str]:
 
 
 def _model_dir(s: Settings) -> _Found:
-    if not s.model_source.startswith("/"):
-        return
+    # A source that is no path is relative, and lies in nothing.
     model, tier = PurePosixPath(s.model_source), PurePosixPath(s.resolved_tier_dir)
     if model.is_relative_to(tier) or tier.is_relative_to(model):
         yield _found(

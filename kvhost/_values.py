@@ -87,9 +87,8 @@ def host_path(value: str) -> str:
 def _own_dir(value: str) -> str:
     path = PurePosixPath(host_path(value))
     if value in _NOT_ITSELF or (path.parts[:2] == ("/", "home") and len(path.parts) == 3):
-        instead = str(path / "kvhost")
-        if value == "/":
-            instead = "/var/lib/kvhost"
+        # Below some of them kvhost may not lie at once either: then the example is the advice.
+        instead = None if value in ("/", "/home", "/var", "/var/lib") else str(path / "kvhost")
         raise Refusal(f"is {value}, which kvhost would share with others", instead)
     for system, why in _NEVER_BELOW.items():
         if path.is_relative_to(system):

@@ -176,7 +176,8 @@ def _unknown(key: str, value: object, foreign_keys: frozenset[str]) -> Problem:
         return Problem(name, *NOT_SETTINGS[key.lower()])
     file_meant = nearest(key, _SECRET_SETTINGS, cutoff=0.85)  # api_key_fil, not api_key
     if (names_a_secret(key) and file_meant is None) or holds_a_secret([key, value]):
-        file_key = "hf_token_file" if meant == "hf_token_file" or "hf" in key else "api_key_file"
+        of_the_hub = re.search(r"hf|hug", key, re.IGNORECASE)
+        file_key = "hf_token_file" if of_the_hub else "api_key_file"
         what = "is not a setting, and a secret is never given as data (the value is not shown)"
         return Problem(name, what, _secret_goes(file_key))
     if meant is None:
@@ -200,7 +201,7 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
         return Problem(key, what, _write(key, meant or choices[0]))
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
-        what = f"must be {words} {context[name]}{f' {unit}' if unit else ''}, not {given}"
+        what = f"must be {words} {context[name]} {unit}, not {given}"
         return Problem(key, what, _write(key))
     if len(detail["loc"]) > 1:
         what = f"item {int(detail['loc'][1]) + 1} of the list must be text, in quotes"

@@ -145,6 +145,13 @@ def test_a_path_that_leads_nowhere_is_not_shown() -> None:
     assert caught.value.__suppress_context__, "nor in the traceback"
 
 
+def test_a_secret_may_be_as_long_as_a_header_and_no_longer(tmp_path: Path) -> None:
+    settings = Settings(api_key_file=written(tmp_path, b"k" * 4096))
+    assert value(api_key(settings, {})) == "k" * 4096
+    with pytest.raises(SecretError, match="more than 4096 bytes"):
+        api_key(Settings(api_key_file=written(tmp_path, b"k" * 4097)), {})
+
+
 def test_a_relative_path_and_a_home_are_those_of_the_controller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

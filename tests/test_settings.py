@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from pyinfra_cli.util import parse_cli_arg  # type: ignore[import-untyped]
 
-from kvhost._problems import names_a_secret
+from kvhost._problems import holds_a_secret, names_a_secret, shown
 from kvhost._runner_args import DENIED, flag_name, why_denied
 from kvhost.paths import HostPaths
 from kvhost.settings import Settings, SettingsError, field_notes, settings_digest, validate_hosts
@@ -204,7 +204,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("model_source", "/srv/a;b", "quoting"),
     ("base_dir", "/" + "b" * 79, "at most 79"),
     ("tier_dir", "/" + "b" * 200, "at most 200"),
-    ("base_dir", "/", "base_dir = '/var/lib/kvhost'"),
+    ("base_dir", "/", "base_dir = '/srv/kvhost'"),
     ("base_dir", "/home", "share with others"),
     ("base_dir", "/home/alice", "base_dir = '/home/alice/kvhost'"),
     ("base_dir", "/tmp/kvhost", "cleaned at boot"),
@@ -272,7 +272,9 @@ def test_refused(key: str, value: object, said: str) -> None:
     problems = refused({key: value})
     assert set(problems) == {key}, "one problem, and no other"
     assert said in problems[key]
-    assert f"{key} = " in problems[key], "and a line to write"
+    line = problems[key].partition(" | ")[2].partition(" (text")[0]
+    assert line.startswith(f"{key} = "), "and a line to write"
+    check({key: ast.literal_eval(line.partition(" = ")[2]), **COMPANIONS.get(key, {})})
 
 
 _RESERVED = (
@@ -503,7 +505,14 @@ def test_every_bad_flag_is_named_and_no_value() -> None:
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(key: str, meant: str) -> None:
-    assert f"did you mean {meant}?" in refused({key: "x"})[key]
+    said = refused({key: "x"})[key]
+    assert f"did you mean {meant}?" in said
+    line = f"{meant} (pyinfra's own)" if meant in PYINFRA else f"{meant} = "
+    assert line in said.partition(" | ")[2]
+
+
+def test_nothing_is_suggested_where_nothing_is_similar() -> None:
+    assert refused({"zzqx": 1})["zzqx"].startswith("is not a setting | nothing; ")
 
 
 @pytest.mark.parametrize(
@@ -539,7 +548,7 @@ SECRET_DATA: list[tuple[str, object, str]] = [
     ("api_key", "hunter2", "KVHOST_API_KEY"),
     ("API_KEY", "hunter2", "KVHOST_API_KEY"),
     ("hf_token", "hunter2", "HF_TOKEN"),
-    ("huggingface_token", "hunter2", "controller's environment"),
+    ("huggingface_token", "hunter2", "HF_TOKEN"),
     ("password", "hunter2", "api_key_file"),
     ("my_secret", ["hunter2"], "api_key_file"),
     ("apiKey", {"x": "hunter2"}, "api_key_file"),
@@ -572,6 +581,16 @@ def test_a_secret_is_refused_and_never_repeated(key: str, value: object, said: s
     for secret in ("hunter2", HF_TOKEN, "12345678"):
         assert secret not in text
     assert caught.value.__context__ is None, "nothing behind it that would show the value"
+
+
+def test_a_value_is_shown_short_and_never_when_it_may_be_a_secret() -> None:
+    assert shown("l1_gib", "abc") == "'abc'"
+    assert shown("l1_gib", "a" * 100) == "'" + "a" * 56 + "..."
+    assert shown("l1_gib", HF_TOKEN) == "the str given (not shown)"
+    assert shown("api_key", 5) == "the int given (not shown)"
+    assert shown("l1_gib", 10**5000) == "a number far too large"
+    assert holds_a_secret({"x": [{"y": HF_TOKEN}]}) and holds_a_secret({HF_TOKEN: 1})
+    assert not holds_a_secret({"x": ["hf_", "sk-1", "/mnt/disk-0123456789abcdefghijkl", 5]})
 
 
 def test_names_of_secrets() -> None:
@@ -609,6 +628,11 @@ def test_all_problems_of_all_hosts_come_at_once() -> None:
     assert text.count("did you mean") == 1, "a problem that hosts share is said once"
 
 
+def test_one_problem_of_one_host_is_said_in_the_singular() -> None:
+    with pytest.raises(SettingsError, match=r"^1 problem in [\s\S]*api_port \(host one\):"):
+        check({"api_port": 80})
+
+
 def test_a_problem_of_all_hosts_says_so() -> None:
     with pytest.raises(SettingsError, match=r"api_port \(all 40 hosts\)"):
         validate_hosts({f"h{n}": {"api_port": 80} for n in range(40)}, PYINFRA, {})
@@ -617,6 +641,11 @@ def test_a_problem_of_all_hosts_says_so() -> None:
 def test_a_rule_is_not_judged_by_a_value_that_is_wrong_by_itself() -> None:
     problems = refused({"cache_low_watermark": 7, "cache_high_watermark": 0.5, "api_port": 5555})
     assert set(problems) == {"cache_low_watermark", "api_port, cache_port"}
+
+
+def test_quotes_are_advised_where_text_was_read_as_a_number_only() -> None:
+    assert "--data" in refused({"base_dir": 5})["base_dir"]
+    assert "--data" not in refused({"base_dir": ["/srv"]})["base_dir"]
 
 
 def test_the_order_of_hosts_is_kept_and_no_host_is_fine() -> None:
