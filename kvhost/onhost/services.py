@@ -165,44 +165,57 @@ def shutdown(host: Host) -> None:
 
 def ensure(host: Host) -> None:
     bring_supervisor(host)
+    stale, late = [], []
     for name in ORDER:
         wanted = host.wanted_digest(name)
 
         def settled(name: str = name, wanted: str | None = wanted) -> bool:
             row = entry(host, name, wanted, host.states())
-            starting = row["state"] == "RUNNING" and not row["launcher"]
-            return row["state"] not in ("STARTING", "STOPPING") and not starting
+            unseen = row["state"] in ("STARTING", "RUNNING") and not row["launcher"]
+            return row["state"] != "STOPPING" and not unseen
 
         wait_until(settled, 10)
         row = entry(host, name, wanted, host.states())
         if good(row):
             continue
-        if not row["coming"]:
+        if not row["coming"] and not (row["alive"] and row["current"]):
             say(f"{'restarting' if row['alive'] else 'starting'} {name}")
-            stop(host, name)
-        start(host, name)
+            stale.append(name)
+        late.append(name)
+    for name in reversed(stale):
+        stop(host, name)
+    start(host, late)
 
 
-def start(host: Host, name: str) -> None:
-    """Returns once its process lives. Raises Trouble after the first failure."""
+def start(host: Host, names: list[str]) -> None:
+    """Returns once all run. Raises Trouble after the first failure of one."""
+    before: dict[str, Any] = {}
+    for name in names:
+        row = entry(host, name, host.wanted_digest(name), host.states())
+        before[name] = row["failed_unix"]
+        if not (row["alive"] and row["state"] == "RUNNING"):
+            host.write(f"{name}.now", "")
+            try:
+                host.call("startProcess", name, False)
+            except xmlrpc.client.Fault as fault:
+                if fault.faultCode == BAD_NAME:
+                    raise Trouble(f"{name}: not in {host.conf}") from fault
+                if fault.faultCode != ALREADY_STARTED:
+                    give_up(host, name, fault.faultString)
+        # the next one needs its process only; that supervisord has seen it live takes longer
+        come(host, name, before[name], ("RUNNING", "STARTING"))
+    for name in names:
+        come(host, name, before[name], ("RUNNING",))
+
+
+def come(host: Host, name: str, failed_before: Any, enough: tuple[str, ...]) -> None:
     wanted = host.wanted_digest(name)
-    first = entry(host, name, wanted, host.states())
-    if first["alive"] and first["state"] == "RUNNING":
-        return
-    host.write(f"{name}.now", "")
-    try:
-        host.call("startProcess", name, False)
-    except xmlrpc.client.Fault as fault:
-        if fault.faultCode == BAD_NAME:
-            raise Trouble(f"{name}: not in {host.conf}") from fault
-        if fault.faultCode != ALREADY_STARTED:
-            give_up(host, name, fault.faultString)
     began = told = time.monotonic()
     while True:
         row = entry(host, name, wanted, host.states())
-        if row["alive"] and row["state"] in ("RUNNING", "STARTING"):
+        if row["alive"] and row["state"] in enough:
             return
-        if row["failed_unix"] != first["failed_unix"]:
+        if row["failed_unix"] not in (failed_before, None):
             give_up(host, name, row["failed"])
         if row["state"] in ("FATAL", "BACKOFF", "DOWN", "STOPPED"):
             give_up(host, name, f"{row['state']}: {row['detail']}")
@@ -212,7 +225,7 @@ def start(host: Host, name: str) -> None:
         if now - told > 10:
             told = now
             say(f"  {name}: {row['doing'] or row['state']}")
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def stop(host: Host, name: str) -> None:
@@ -266,8 +279,7 @@ def main() -> int:
             if args.command in ("start", "restart"):
                 if not host.answers():
                     start_supervisor(host)
-                for name in names:
-                    start(host, name)
+                start(host, names)
     except (Trouble, OSError) as error:
         say(f"services: {error}")
         return 1
