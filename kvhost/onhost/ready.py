@@ -2,58 +2,99 @@
 """Waits until the server has answered a request, or says why it has not: ready.py --base DIR …
 
 Ready means: the cache server is healthy, vLLM is registered with it, and one token was generated.
-If a service gave up, its last log lines are shown at once instead of a time-out later.
-`--once` asks a single time and prints JSON. Exit: 0 ready, 1 not.
+A service that fails meanwhile is shown at once with its last log lines (launch.py writes why into
+run/NAME.failed); the second failure of one ends the wait, long before a time-out would.
+`--once` asks a single time, generates nothing, and prints JSON. Exit: 0 ready, 1 not.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
+from typing import Any
+
+SERVICES = ("cache", "runner")
+FAILURES = 2  # of one service, since the wait began
+UNUSABLE = 78  # launch.py's exit for a description that no retry will mend
+
+# loopback is never reached through a proxy, whatever the environment says
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def say(text):
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def call(url, body=None, key=None, timeout=30):
-    """(HTTP status, text); status 0 when nothing answers."""
+def call(url: str, body: Any = None, key: str | None = None, timeout: float = 30) -> Any:
+    """(HTTP status, text); status 0 when nothing answers, the reason in the text."""
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = "Bearer " + key
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
+        request = urllib.request.Request(url, data=data, headers=headers)
+        with OPENER.open(request, timeout=timeout) as reply:
             return reply.status, reply.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(errors="replace")
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        return 0, str(error)
+        with error:
+            return error.code, error.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return 0, str(error) or type(error).__name__
+
+
+def registered(status: Any) -> bool | None:
+    """Whether an engine is registered, by the cache server's /status; None if it does not say.
+
+    LMCache 0.5.6 lists them per way of transfer under keys such as "registered_gpu_ids" and
+    "registered_non_cuda_instance_ids" (lmcache/v1/multiprocess/modules/*_transfer.py).
+    """
+    known: bool | None = None
+    items = status.items() if isinstance(status, dict) else []
+    for key, value in items:
+        if key.startswith("registered_") and isinstance(value, list):
+            found: bool | None = bool(value)
+        else:
+            found = registered(value)
+        if found is not None:
+            known = found or bool(known)
+    return known
 
 
 class Server:
-    def __init__(self, args):
-        self.base, self.api, self.cache = args.base, args.api, args.cache
-        self.model = args.model
-        self.key = None
+    """The two services, asked over HTTP. Raises OSError, ValueError for an unusable key file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.base: str = args.base
+        self.api, self.cache = args.api.rstrip("/"), args.cache.rstrip("/")
+        self.model: str = args.model
+        self.key: str | None = None
         if args.key_file:
             with open(args.key_file, encoding="utf-8") as handle:
                 self.key = handle.read().rstrip("\n")
+            # urllib's own error would show the key
+            if not self.key.isascii() or not self.key.isprintable():
+                raise ValueError(f"{args.key_file}: a key is one line of printable ASCII")
 
-    def missing(self, generate):
+    def missing(self, generate: bool) -> str | None:
         """What is still missing, in words; None when the server is ready."""
         status, text = call(self.cache + "/healthcheck", timeout=5)
         if status != 200:
-            return "the cache server: " + (text.strip()[:200] or "HTTP %d" % status)
+            return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
         status, text = call(self.api + "/health", timeout=5)
         if status != 200:
-            return "vLLM: " + (text.strip()[:200] or "HTTP %d" % status)
+            return "vLLM: " + (text.strip()[:200] or f"HTTP {status}")
+        status, text = call(self.cache + "/status", timeout=5)
+        try:
+            if status == 200 and registered(json.loads(text)) is False:
+                return "vLLM's registration with the cache server"
+        except ValueError:
+            return f"the cache server's status: not JSON: {text.strip()[:200]}"
         if not generate:
             return None
         # a single token of prompt: nothing of it is worth a place in the cache
@@ -62,45 +103,70 @@ class Server:
         if status == 200:
             count_own_request(self.base)
             return None
-        return "a first token: HTTP %d %s" % (status, text.strip()[:200])
+        return f"a first token: HTTP {status} {text.strip()[:200]}"
 
 
-def read_json(path):
+def read_json(path: str) -> dict[str, Any]:
+    """{} without a usable file."""
     try:
         with open(path, encoding="utf-8") as handle:
-            return json.load(handle)
+            data = json.load(handle)
     except (OSError, ValueError):
         return {}
+    return data if isinstance(data, dict) else {}
 
 
-def count_own_request(base):
+def count_own_request(base: str) -> None:
     """kvhost's own requests are told apart from those of a server in use (see evidence.py)."""
     runner = read_json(os.path.join(base, "run", "runner.json"))
     path = os.path.join(base, "state", "own-requests.json")
     own = read_json(path)
     who = {"pid": runner.get("pid"), "start_ticks": runner.get("start_ticks")}
     same = all(own.get(key) == value for key, value in who.items())
-    who["count"] = (own.get("count", 0) if same else 0) + 1
-    with open(path + ".new", "w", encoding="utf-8") as handle:
-        json.dump(who, handle)
-    os.replace(path + ".new", path)
+    count = (int(own.get("count", 0)) if same else 0) + 1
+    try:
+        with open(path + ".new", "w", encoding="utf-8") as handle:
+            json.dump({**who, "count": count}, handle)
+        os.replace(path + ".new", path)
+    except OSError as error:
+        # uncounted it looks like a user's, and the next verdict refuses to disturb the server
+        say(f"warning: own request not counted: {error}")
 
 
-def given_up(base, since):
-    """Names of services that have ended since we began to wait, by their own records."""
-    names = []
-    for name in ("cache", "runner"):
-        record = read_json(os.path.join(base, "run", name + ".json"))
-        if record.get("ended_unix", 0) > since and not record.get("clean_stop"):
-            names.append(name)
-    return names
+class Failures:
+    """Counts how often each service has failed since this was made, by its run/NAME.failed."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+        self.last = {name: self.read(name).get("failed_unix") for name in SERVICES}
+        self.count = dict.fromkeys(SERVICES, 0)
+
+    def read(self, name: str) -> dict[str, Any]:
+        return read_json(os.path.join(self.base, "run", name + ".failed"))
+
+    def look(self) -> str | None:
+        """Shows what failed since the last look; the name of a service that is given up."""
+        given_up = None
+        for name in SERVICES:
+            failed = self.read(name)
+            if failed.get("failed_unix") in (None, self.last[name]):
+                continue
+            self.last[name] = failed["failed_unix"]
+            self.count[name] += 1
+            say(f"{name}: {failed.get('why')}")
+            show_log(self.base, name)
+            if self.count[name] >= FAILURES or failed.get("exit") == UNUSABLE:
+                given_up = given_up or name
+        return given_up
 
 
-def show_log(base, name, lines=25):
+def show_log(base: str, name: str, lines: int = 25) -> None:
     path = os.path.join(base, "log", name + ".log")
     try:
-        with open(path, encoding="utf-8", errors="replace") as handle:
-            last = handle.readlines()[-lines:]
+        # the directory is the service user's: no link is followed, no pipe is waited for
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
+            handle.seek(max(os.fstat(handle.fileno()).st_size - (1 << 16), 0))
+            last = handle.read().decode(errors="replace").splitlines()[-lines:]
     except OSError as error:
         last = [f"no log: {error}"]
     say(f"last lines of {path}:")
@@ -108,8 +174,33 @@ def show_log(base, name, lines=25):
         say("  | " + line.rstrip()[:400])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def wait(server: Server, timeout: float) -> int:
+    failures = Failures(server.base)
+    began = time.monotonic()
+    told = began - 5
+    while True:
+        missing = server.missing(generate=True)
+        now = time.monotonic()
+        if missing is None:
+            say(f"ready after {now - began:.0f} s")
+            return 0
+        given_up = failures.look()
+        if given_up is not None:
+            say(f"not ready: {given_up} does not start (it is still tried again)")
+            return 1
+        if now - began > timeout:
+            say(f"not ready after {timeout:.0f} s; missing: {missing}")
+            for name in SERVICES:
+                show_log(server.base, name)
+            return 1
+        if now - told >= 10:
+            told = now
+            say(f"  ... {now - began:.0f} s, waiting for {missing}")
+        time.sleep(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
     parser.add_argument("--api", required=True, help="base URL of vLLM")
     parser.add_argument("--cache", required=True, help="base URL of the cache server's HTTP port")
@@ -118,34 +209,16 @@ def main():
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
     parser.add_argument("--once", action="store_true", help="ask once, print JSON")
     args = parser.parse_args()
-    server = Server(args)
+    try:
+        server = Server(args)
+    except (OSError, ValueError) as error:
+        say(f"ready: the API key cannot be used: {error}")
+        return 1
     if args.once:
         missing = server.missing(generate=False)
         print(json.dumps({"ready": missing is None, "missing": missing}))
         return 0 if missing is None else 1
-
-    began, told, deaths = time.time(), 0.0, 0
-    while True:
-        missing = server.missing(generate=True)
-        if missing is None:
-            say("ready after %d s" % (time.time() - began))
-            return 0
-        dead = given_up(args.base, began)
-        deaths = deaths + 1 if dead else 0
-        if deaths > 2:  # ended, and still not back after two more looks
-            say("not ready: {} ended by itself".format(" and ".join(dead)))
-            for name in dead:
-                show_log(args.base, name)
-            return 1
-        if time.time() - began > args.timeout:
-            say("not ready after %d s; missing: %s" % (args.timeout, missing))
-            for name in ("cache", "runner"):
-                show_log(args.base, name)
-            return 1
-        if time.time() - told >= 10:
-            told = time.time()
-            say("  ... %d s, waiting for %s" % (time.time() - began, missing))
-        time.sleep(1)
+    return wait(server, args.timeout)
 
 
 if __name__ == "__main__":
