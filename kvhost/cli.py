@@ -10,12 +10,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from kvhost import __version__
+from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
+from kvhost.verdict_types import EXIT_CODES, Persisted
+from kvhost.verdict_view import history_line, verdict_table
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -27,11 +31,6 @@ _inventory = click.option(
 )
 _passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
 _pass_all = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
-
-
-def reports_dir() -> Path:
-    """Where verdicts are kept on the controller: reports/, or KVHOST_REPORTS."""
-    return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))
 
 
 def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
@@ -56,10 +55,7 @@ def main() -> None:
 @_passed_on
 def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
     """Provision, test, and show the verdict."""
-    code = pyinfra(inventory, "deploy.py", ("-y", *pyinfra_args))
-    if "--dry" in pyinfra_args:
-        sys.exit(code)
-    sys.exit(_show_verdicts(code))
+    sys.exit(_run_and_tell(inventory, "deploy.py", pyinfra_args))
 
 
 @main.command(context_settings=_pass_all)
@@ -69,7 +65,7 @@ def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
 def verify(inventory: str, disrupt: bool, pyinfra_args: tuple[str, ...]) -> None:
     """Repeat the restart-persistence test on hosts that are provisioned."""
     extra = ("--data", "disrupt=true") if disrupt else ()
-    sys.exit(_show_verdicts(pyinfra(inventory, "verify.py", ("-y", *extra, *pyinfra_args))))
+    sys.exit(_run_and_tell(inventory, "verify.py", (*extra, *pyinfra_args)))
 
 
 @main.command(context_settings=_pass_all)
@@ -86,27 +82,50 @@ def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
 def status(as_json: bool) -> None:
-    """The last verdict of every host."""
-    from kvhost.reports import latest_of_all
-
+    """The last verdict of every host that this controller has a report of."""
+    reports = latest_reports()
     if as_json:
-        verdicts = {r.host: r.model_dump(mode="json") for r in latest_of_all(reports_dir())}
+        verdicts = {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
         click.echo(json.dumps(verdicts, indent=1))
-    sys.exit(_show_verdicts(0, quiet=as_json))
-
-
-def _show_verdicts(run_code: int, *, quiet: bool = False) -> int:
-    """Shows the last verdicts; the exit code: a failed run is 1 whatever an old verdict says."""
-    from kvhost.reports import exit_code, latest_of_all
-    from kvhost.verdict_view import render_report
-
-    console = Console()
-    reports = latest_of_all(reports_dir())
-    if not quiet:
+    else:
+        console = Console()
         for report in reports:
-            console.print(render_report(report))
+            console.print(verdict_table(report.host, report.verdict))
+            console.print(history_line(report))
         if not reports:
             console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
-    codes = [exit_code(report) for report in reports]
-    worst = 1 if 1 in codes else max(codes, default=2)
-    return worst or run_code
+    sys.exit(_worst([report.verdict.persisted for report in reports]))
+
+
+def latest_reports() -> list[Report]:
+    """The newest report of every host."""
+    newest = {path.parent: path for path in list_reports(reports_dir())}  # oldest first
+    return [load_report(path) for path in newest.values()]
+
+
+def _worst(verdicts: list[Persisted]) -> int:
+    """Exit code of several verdicts: a FAIL outweighs an INCONCLUSIVE; none at all is 2."""
+    codes = [EXIT_CODES[persisted] for persisted in verdicts]
+    return 1 if 1 in codes else max(codes, default=2)
+
+
+def _run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+    """Runs a deploy and shows the verdict of each of its hosts; the exit code of both."""
+    if "--dry" in args:
+        return pyinfra(inventory, deploy, args)
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "verdicts")
+        os.environ[SUMMARY_VARIABLE] = str(told)
+        code = pyinfra(inventory, deploy, ("-y", *args))
+        lines = told.read_text().splitlines() if told.exists() else []
+    verdicts: dict[str, Persisted] = {}
+    for line in lines:
+        entry = json.loads(line)
+        verdicts[entry["host"]] = entry["persisted"]
+        click.echo(f"{entry['host']}: persisted {entry['persisted']} ({entry['time']})")
+    if not verdicts:
+        click.echo("no verdict: " + ("the run failed, see above" if code else "verify is never"))
+        return 1 if code else 0
+    worst = _worst(list(verdicts.values()))
+    # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1
+    return worst if worst or not code else 1

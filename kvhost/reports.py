@@ -24,6 +24,24 @@ from kvhost.verdict_types import Verdict
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
 
 
+REPO = Path(__file__).resolve().parents[1]
+#: Names a file to which a run appends one line of JSON for each host: host, persisted, time.
+SUMMARY_VARIABLE = "KVHOST_SUMMARY"
+
+
+def reports_dir() -> Path:
+    """Where verdicts are kept on the controller: reports/ of the repository, or KVHOST_REPORTS."""
+    return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))
+
+
+def tell_summary(host: str, persisted: str, time: str) -> None:
+    """For the command that started this run, if it asked: the verdict that stands for a host."""
+    name = os.environ.get(SUMMARY_VARIABLE)
+    if name:
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"host": host, "persisted": persisted, "time": time}) + "\n")
+
+
 class Report(BaseModel):
     """One verdict with the evidence it rests on. Holds no prompt and no key."""
 

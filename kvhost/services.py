@@ -87,6 +87,12 @@ def dtype(settings: Settings) -> str:
     return settings.dtype
 
 
+def api_url(settings: Settings) -> str:
+    """Base URL of vLLM as the host itself reaches it."""
+    address = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
+    return f"http://{f'[{address}]' if ':' in address else address}:{settings.api_port}"
+
+
 def api_key_path(paths: HostPaths) -> str:
     return f"{paths.secrets}/api-key"
 

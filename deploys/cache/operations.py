@@ -58,8 +58,10 @@ def tier(run: Run) -> Commands:
     """
     late = look(run)
     if late.resolved is None:
-        yield refuse(f"the configuration was not resolved: {late.why}") if executing() else (
-            unknown_yet()
+        yield (
+            refuse(f"the configuration was not resolved: {late.why}")
+            if executing()
+            else (unknown_yet())
         )
         return
     top, here, user = run.paths.tier_dir, late.namespace_dir(run), run.user

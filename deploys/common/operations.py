@@ -40,6 +40,15 @@ def executing() -> bool:
     return bool(context.state.is_executing)
 
 
+def connector_arguments() -> Any:
+    """sudo and the like, as the operation that runs now was given them, for commands of our own."""
+    this = context.ctx_host.get()
+    data = context.state.get_op_data_for_host(this, this.executing_op_hash)
+    given: dict[str, Any] = dict(data.global_arguments)
+    keys = ("_sudo", "_sudo_user", "_su_user", "_use_sudo_login", "_shell_executable")
+    return {key: given[key] for key in keys if given.get(key)}
+
+
 @operation()
 def directories(wanted: Iterable[Directory]) -> Commands:
     """Directories with exactly this owner and mode.
@@ -115,7 +124,9 @@ def shown(command: tuple[str, ...] | str) -> FunctionCommand:
     text = command if isinstance(command, str) else shlex.join(command)
 
     def run(state: Any, host: Any) -> bool:
-        ok, _ = host.run_shell_command(StringCommand(text), print_output=True)
+        ok, _ = host.run_shell_command(
+            StringCommand(text), print_output=True, **connector_arguments()
+        )
         return bool(ok)
 
     return FunctionCommand(run, (), {})

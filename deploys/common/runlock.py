@@ -22,7 +22,7 @@ from pyinfra.api import StringCommand, operation
 
 from deploys.common.context import Run
 from deploys.common.facts import ONHOST
-from deploys.common.operations import Commands, executing, refuse
+from deploys.common.operations import Commands, connector_arguments, executing, refuse
 
 REFRESH_S = 300
 
@@ -84,7 +84,7 @@ def take_lock(run: Run) -> Commands:
     """
     if not executing():
         return
-    ok, output = host.run_shell_command(command(run, "take"), **_how())
+    ok, output = host.run_shell_command(command(run, "take"), **connector_arguments())
     if not ok:
         said = output.stdout or output.stderr
         yield refuse(
@@ -93,7 +93,7 @@ def take_lock(run: Run) -> Commands:
         )
         return
     this = context.ctx_host.get()  # the host itself: the proxy is empty at exit
-    how = _how()
+    how = connector_arguments()
 
     def refresh() -> None:
         while True:
@@ -110,10 +110,3 @@ def take_lock(run: Run) -> Commands:
             logger.warning(f"{run.host}: the run lock stays ({error}); the next run takes it over")
 
     atexit.register(drop)
-
-
-def _how() -> dict[str, Any]:
-    """Connector arguments (sudo and the like) of the operation that runs now."""
-    arguments = context.host.current_op_global_arguments or {}
-    keys = ("_sudo", "_sudo_user", "_su_user", "_use_sudo_login", "_shell_executable")
-    return {key: arguments[key] for key in keys if arguments.get(key)}

@@ -87,12 +87,12 @@ def deploy(run: Run) -> None:
 
 def _wheel(run: Run, name: str, content: bytes) -> None:
     """A small wheel of kvhost's own, by the shell: pyinfra's put takes text or files."""
-    path = f"{run.paths.wheels}/{name}"
+    path = shlex.quote(f"{run.paths.wheels}/{name}")
     encoded = base64.b64encode(content).decode()
     digest = hashlib.sha256(content).hexdigest()
     run_unless(
         name="engine: metadata wheel",
-        check=("sh", "-c", f"echo {digest} {shlex.quote(path)} | sha256sum -c --status && echo true"),
-        command=f"echo {encoded} | base64 -d > {shlex.quote(path)} && chmod 644 {shlex.quote(path)}",
+        check=("sh", "-c", f"echo {digest} {path} | sha256sum -c --status && echo true"),
+        command=f"echo {encoded} | base64 -d > {path} && chmod 644 {path}",
         when_ok=bool,
     )

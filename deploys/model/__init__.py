@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from deploys.common.context import Run
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
-
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.services import model_dir, service_env
 
@@ -30,7 +29,6 @@ def deploy(run: Run) -> None:
             name="model: token of the hub",
             path=token_file,
             secret=run.hf_token,
-            
             user=run.user,
         )
     directories(name="model: directory", wanted=[Directory(here, run.user, "755")])

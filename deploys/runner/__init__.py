@@ -5,7 +5,6 @@ from __future__ import annotations
 from deploys.common.context import Run
 from deploys.common.operations import secret_file
 from deploys.runner.operations import receipt, service_files, services_answer
-
 from kvhost.services import api_key_path
 
 
@@ -15,7 +14,6 @@ def deploy(run: Run) -> None:
             name="runner: API key",
             path=api_key_path(run.paths),
             secret=run.api_key,
-            
             user=run.user,
         )
     service_files(name="runner: descriptions of the services", run=run)

@@ -14,7 +14,7 @@ from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, executing, refuse, shown, unknown_yet
 from deploys.common.rendered import Late, look, supervisord_conf, vllm_yaml
 from kvhost.receipt import make_receipt
-from kvhost.services import api_key_path, served_name
+from kvhost.services import api_key_path, api_url, served_name
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -35,8 +35,10 @@ def service_files(run: Run) -> Commands:
     """
     late = look(run)
     if late.resolved is None:
-        yield refuse(f"the configuration was not resolved: {late.why}") if executing() else (
-            unknown_yet()
+        yield (
+            refuse(f"the configuration was not resolved: {late.why}")
+            if executing()
+            else (unknown_yet())
         )
         return
     for path, text in service_texts(run, late).items():
@@ -53,11 +55,10 @@ def services_command(run: Run, *words: str) -> tuple[str, ...]:
 
 def ready_command(run: Run, *words: str) -> tuple[str, ...]:
     settings = run.settings
-    address = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
     key = ("--key-file", api_key_path(run.paths)) if run.api_key is not None else ()
     return (
         "python3", run.script("ready"), "--base", run.paths.base_dir,
-        "--api", f"http://{address}:{settings.api_port}",
+        "--api", api_url(settings),
         "--cache", f"http://127.0.0.1:{settings.cache_http_port}",
         "--model", served_name(settings), *key, *words,
     )  # fmt: skip

@@ -43,6 +43,7 @@ def resolved(path):
         "sliding_window": cache.sliding_window,
         "rope": json.loads(json.dumps(getattr(text, "rope_parameters", None), default=str)),
         "max_model_len": model.max_model_len,
+        "vocab_size": model.get_vocab_size(),
         "versions": {
             name: importlib.metadata.version(name) for name in ("vllm", "lmcache", "torch")
         },

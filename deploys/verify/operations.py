@@ -1,0 +1,151 @@
+"""Operations of the stage verify."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from io import BytesIO, StringIO
+from typing import Any
+
+from pyinfra import context, host, logger
+from pyinfra.api import FunctionCommand, StringCommand, operation
+from rich.console import Console
+
+from deploys.common.context import Run
+from deploys.common.facts import JsonFile
+from deploys.common.operations import (
+    Commands,
+    connector_arguments,
+    executing,
+    refuse,
+    unknown_yet,
+)
+from deploys.common.rendered import Late, look
+from kvhost.evidence_model import parse_evidence
+from kvhost.reports import (
+    latest_report,
+    make_report,
+    reports_dir,
+    tell_summary,
+    write_report,
+)
+from kvhost.services import api_key_path, api_url, served_name
+from kvhost.verdict import judge
+from kvhost.verdict_types import Thresholds
+from kvhost.verdict_view import headline, verdict_table
+
+#: Token ids at both ends of a vocabulary are often special; prompts are drawn between them.
+SPECIAL_IDS = 20
+
+
+def evidence_config(run: Run, late: Late) -> dict[str, Any]:
+    """What onhost/evidence.py is told (its docstring is the schema)."""
+    paths, settings = run.paths, run.settings
+    api = api_url(settings)
+    vocab_size = int((late.resolved or {})["vocab_size"])
+    restart = ["python3", run.script("services"), "--base", paths.base_dir, "--user", run.user]
+    return {
+        "api_base": api,
+        "metrics_url": f"{api}/metrics",
+        "cache_http": f"http://127.0.0.1:{settings.cache_http_port}",
+        "model": served_name(settings),
+        "api_key_file": api_key_path(paths) if run.api_key is not None else None,
+        "namespace_dir": late.namespace_dir(run),
+        "own_requests": f"{paths.state}/own-requests.json",
+        "services": {
+            name: {
+                "record": f"{paths.run}/{name}.json",
+                "restart": [*restart, "restart", name],
+                "log": f"{paths.log}/{name}.log",
+            }
+            for name in ("cache", "runner")
+        },
+        "prompt_tokens": settings.verify_prompt_tokens,
+        "chunk_size": settings.chunk_size,
+        "vocab": [SPECIAL_IDS, vocab_size - SPECIAL_IDS],
+        "disrupt": settings.disrupt,
+        "timeouts": {"ready_s": settings.ready_timeout_s},
+    }
+
+
+def changed_so_far() -> bool:
+    """Whether an operation of this run has changed this host."""
+    this = context.ctx_host.get()
+    for op_hash in context.state.get_op_order():
+        data = context.state.ops[this].get(op_hash)
+        meta = data.operation_meta if data is not None else None
+        if meta is not None and meta.is_complete() and meta.did_change():
+            return True
+    return False
+
+
+@operation()
+def restart_test(run: Run, asked: bool) -> Commands:
+    """Restarts both services between two equal requests and judges what came back.
+
+    Not repeated when nothing has changed since the last verdict, unless asked for.
+
+    + run: the run of this host
+    + asked: repeat it in any case
+    """
+    if not executing():
+        verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
+        if asked or verified["status"] != "ok":
+            yield unknown_yet()
+        return
+    late = look(run)
+    receipt = host.get_fact(JsonFile, path=run.paths.receipt)
+    if late.resolved is None or receipt["status"] != "ok":
+        yield refuse(f"not provisioned: {late.why or receipt['why']}; run deploy.py first")
+        return
+    digest = hashlib.sha256(json.dumps(receipt["data"], sort_keys=True).encode()).hexdigest()
+    verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
+    known = verified["data"] if verified["status"] == "ok" else {}
+    if not asked and known.get("receipt") == digest and not changed_so_far():
+        tell_last(run, known)
+        if known.get("persisted") != "PASS":
+            yield refuse(f"the last verdict is {known.get('persisted')}: kvhost verify repeats it")
+        return
+    yield FunctionCommand(test_and_judge, (run, late, digest), {})
+
+
+def tell_last(run: Run, known: dict[str, Any]) -> None:
+    tell_summary(run.host, known["persisted"], known["time"])
+    last = latest_report(reports_dir(), run.host)
+    if last is not None and last.time == known.get("time"):
+        Console(stderr=True).print(headline(run.host, last.verdict))
+    logger.info(
+        f"    [{run.host}] persisted {known.get('persisted')} at {known.get('time')} (UTC); "
+        "nothing has changed since, so the test is not repeated"
+    )
+
+
+def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> bool:
+    """Collects the evidence on the host, judges it here, keeps the report. False: not PASS."""
+    config, out = f"{run.paths.state}/verify.json", f"{run.paths.state}/evidence.json"
+    how = connector_arguments()
+    # a test that is broken off leaves no old verdict standing
+    command = StringCommand(f"rm -f {run.paths.state}/verified.json {out}")
+    host.run_shell_command(command, **how)
+    host.put_file(StringIO(json.dumps(evidence_config(run, late), indent=1) + "\n"), config, **how)
+    command = StringCommand(
+        f"python3 {run.script('evidence')} --config {config} --out {out}; "
+        f'code=$?; [ "$code" = 3 ] && exit 0; exit "$code"'
+    )
+    ok, _ = host.run_shell_command(command, print_output=True, **how)
+    spool = BytesIO()
+    if not ok or not host.get_file(out, spool, **how):
+        host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
+        return False
+    evidence = parse_evidence(spool.getvalue().decode())
+    verdict = judge(evidence, Thresholds(min_hit=run.settings.verify_min_hit))
+    report = make_report(run.host, verdict, evidence, datetime.now(UTC))
+    path = write_report(reports_dir(), report)
+    Console(stderr=True).print(verdict_table(run.host, verdict))
+    logger.info(f"    [{run.host}] report: {path}")
+    tell_summary(run.host, verdict.persisted, report.time)
+    known = {"receipt": digest, "persisted": verdict.persisted, "time": report.time}
+    text = StringIO(json.dumps(known) + "\n")
+    host.put_file(text, f"{run.paths.state}/verified.json", **how)
+    return verdict.persisted == "PASS"
