@@ -197,7 +197,7 @@ def test_the_second_failure_of_a_service_ends_the_wait_with_its_log(place: Place
     with waiting(place) as process:
         assert process.stderr is not None
         place.fail("runner", 2.0)
-        shown = []
+        shown: list[str] = []
         while not shown or "out of memory" not in shown[-1]:
             shown.append(process.stderr.readline())
             assert shown[-1]

@@ -4,7 +4,9 @@
 take: writes the owner into the lock, unless another holds it. A lock is taken over when its
 run is named by --break, when its controller says that the run is dead (--dead RUN_ID), or when
 nothing refreshed it for 30 minutes. keep: refreshes it. drop: removes it, if it is still ours.
-Exit: 0 done, 1 held by another (its owner is printed), 2 unusable.
+A lock that cannot be read counts as held by the run "unreadable" since it was written.
+Exit: 0 done; 1 held by another (its owner is printed; {} when keep finds no lock at all);
+2 the arguments or the file cannot be used.
 """
 
 from __future__ import annotations
@@ -15,64 +17,102 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 STALE_AFTER_S = 30 * 60
 
 
-def read(path):
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as handle:
+        return handle.read().strip()
+
+
+def boottime() -> float:
+    """Seconds since the host started; runs on while it sleeps and when its clock is set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def read(path: str) -> dict[str, Any] | None:
+    """The lock, None without one. Raises OSError."""
     try:
         with open(path, encoding="utf-8") as handle:
-            lock = json.load(handle)
-        return lock if isinstance(lock, dict) else {"run_id": "unreadable"}
+            written = os.fstat(handle.fileno()).st_mtime
+            try:
+                lock = json.load(handle)
+            except ValueError:
+                lock = None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
-        return {"run_id": "unreadable", "refreshed_unix": os.stat(path).st_mtime}
+    if not isinstance(lock, dict) or not isinstance(lock.get("run_id"), str):
+        return {"run_id": "unreadable", "refreshed_unix": written}
+    return lock
 
 
-def write(path, lock):
-    temporary = "%s.%d" % (path, os.getpid())
-    with open(temporary, "w", encoding="utf-8") as handle:
+def write(path: str, lock: dict[str, Any]) -> None:
+    with open(path + ".new", "w", encoding="utf-8") as handle:
         json.dump(lock, handle)
         handle.flush()
         os.fsync(handle.fileno())
-    os.replace(temporary, path)
+    os.replace(path + ".new", path)
 
 
-def free_to_take(lock, owner, args):
-    if lock is None or lock.get("run_id") == owner["run_id"]:
-        return True
-    if lock.get("run_id") in (args.dead, args.break_):
-        return True
-    return time.time() - lock.get("refreshed_unix", 0) > STALE_AFTER_S
+def age_s(lock: dict[str, Any]) -> float:
+    """Seconds since it was refreshed; by the clock only across a restart of the host."""
+    refreshed = lock.get("refreshed_boottime")
+    if lock.get("boot_id") == boot_id() and isinstance(refreshed, (int, float)):
+        return boottime() - refreshed
+    refreshed = lock.get("refreshed_unix")
+    return time.time() - refreshed if isinstance(refreshed, (int, float)) else 0.0
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def may_take(lock: dict[str, Any], args: argparse.Namespace) -> bool:
+    return lock["run_id"] in (args.dead, args.break_) or age_s(lock) > STALE_AFTER_S
+
+
+def act(args: argparse.Namespace, owner: dict[str, Any]) -> int:
+    """Raises OSError."""
+    # what decides is the file's content; flock only keeps two takers apart for that moment
+    guard = os.open(args.file + ".guard", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(guard, fcntl.LOCK_EX)  # until this process ends
+    lock = read(args.file)
+    ours = lock is not None and lock["run_id"] == owner["run_id"]
+    if args.command == "drop":
+        if ours:
+            os.unlink(args.file)
+        elif lock is not None:
+            print(json.dumps(lock))
+            return 1
+        return 0
+    free = args.command == "take" and (lock is None or may_take(lock, args))
+    if not ours and not free:
+        print(json.dumps(lock or {}))
+        return 1
+    now = time.time()
+    started = lock.get("started_unix", now) if ours and lock else now
+    times = {"refreshed_unix": now, "boot_id": boot_id(), "refreshed_boottime": boottime()}
+    write(args.file, {**owner, "started_unix": started, **times})
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=["take", "keep", "drop"])
     parser.add_argument("--file", required=True)
     parser.add_argument("--owner", required=True, help="JSON with run_id, user, controller, …")
     parser.add_argument("--dead", help="run id that its controller knows to be dead")
     parser.add_argument("--break", dest="break_", help="run id that a person gave up")
     args = parser.parse_args()
-    owner = json.loads(args.owner)
-    # what decides is the file's content; flock only keeps two takers apart for that moment
-    guard = os.open(args.file + ".guard", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(guard, fcntl.LOCK_EX)
-    lock = read(args.file)
-    if not free_to_take(lock, owner, args):
-        print(json.dumps(lock))
-        return 1
-    if args.command == "drop":
-        if lock is not None and lock.get("run_id") == owner["run_id"]:
-            os.unlink(args.file)
-        return 0
-    now = time.time()
-    started = now
-    if lock is not None and lock.get("run_id") == owner["run_id"]:
-        started = lock.get("started_unix", now)
-    write(args.file, {**owner, "started_unix": started, "refreshed_unix": now})
-    return 0
+    try:
+        owner = json.loads(args.owner)
+    except ValueError as error:
+        parser.error(f"--owner is not JSON: {error}")
+    if not isinstance(owner, dict) or not isinstance(owner.get("run_id"), str):
+        parser.error("--owner must be a JSON object with a run_id")
+    try:
+        return act(args, owner)
+    except OSError as error:
+        print(f"runlock: {args.file} cannot be used: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""runlock.py: one run at a time, and a lock that nobody holds any more never stays in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhost.onhost import runlock
+
+SCRIPT = Path(runlock.__file__)
+
+
+class Lock:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def argv(self, verb: str, run_id: str, *more: str) -> list[str]:
+        owner = json.dumps({"run_id": run_id, "user": "ada"})
+        argv = [sys.executable, "-", verb, "--file", str(self.path), "--owner", owner]
+        return [*argv, *more]
+
+    def run(self, verb: str, run_id: str, *more: str) -> subprocess.CompletedProcess[str]:
+        """By standard input, the way that the deploy runs it before anything is on the host."""
+        return subprocess.run(
+            self.argv(verb, run_id, *more),
+            input=SCRIPT.read_text(), capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+
+    def rc(self, verb: str, run_id: str, *more: str) -> int:
+        return self.run(verb, run_id, *more).returncode
+
+    def content(self) -> dict[str, Any]:
+        return dict(json.loads(self.path.read_text()))
+
+    def change(self, **fields: Any) -> None:
+        kept = {k: v for k, v in {**self.content(), **fields}.items() if v is not None}
+        self.path.write_text(json.dumps(kept))
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Lock:
+    return Lock(tmp_path / "run.lock")
+
+
+def test_taken_kept_and_dropped(lock: Lock) -> None:
+    assert lock.rc("take", "a") == 0
+    first = lock.content()
+    assert (first["run_id"], first["user"]) == ("a", "ada")
+    assert lock.rc("keep", "a") == 0
+    again = lock.content()
+    assert again["refreshed_boottime"] > first["refreshed_boottime"]
+    assert again["started_unix"] == first["started_unix"]
+    assert lock.rc("take", "a") == 0  # its own
+    assert lock.rc("drop", "a") == 0
+    assert not lock.path.exists()
+    assert lock.rc("drop", "a") == 0
+
+
+@pytest.mark.parametrize("verb", ["take", "keep", "drop"])
+def test_another_is_told_who_holds_it(lock: Lock, verb: str) -> None:
+    lock.rc("take", "a")
+    done = lock.run(verb, "b")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["run_id"] == "a"
+    assert lock.content()["run_id"] == "a"
+
+
+def test_one_of_many_at_once_gets_it(lock: Lock) -> None:
+    argvs = [lock.argv("take", f"run{n}") for n in range(8)]
+    started = []
+    for argv in argvs:
+        argv[1] = str(SCRIPT)
+        started.append(subprocess.Popen(argv, stdout=subprocess.DEVNULL))
+    codes = [process.wait(30) for process in started]
+    assert sorted(codes) == [0] + [1] * 7
+    assert lock.content()["run_id"] == f"run{codes.index(0)}"
+
+
+def test_a_dead_and_a_given_up_run_are_named_to_take_over(lock: Lock) -> None:
+    lock.rc("take", "a")
+    assert lock.rc("take", "b", "--dead", "x", "--break", "y") == 1
+    assert lock.rc("take", "b", "--dead", "a") == 0
+    assert lock.rc("take", "c", "--break", "b") == 0
+    assert lock.rc("keep", "b") == 1  # the run that was given up, and lives after all
+    assert lock.rc("keep", "b", "--dead", "c") == 1  # only take takes over
+    assert lock.content()["run_id"] == "c"
+
+
+def test_a_run_whose_lock_is_gone_is_told(lock: Lock) -> None:
+    done = lock.run("keep", "a")
+    assert (done.returncode, done.stdout.strip()) == (1, "{}")
+    assert not lock.path.exists()
+
+
+STALE = runlock.STALE_AFTER_S + 5
+
+
+def test_stale_by_the_time_since_the_start_of_the_host_not_by_its_clock(lock: Lock) -> None:
+    lock.rc("take", "a")
+    now = runlock.boottime()
+    lock.change(refreshed_unix=time.time() - STALE)  # the clock was set
+    assert lock.rc("take", "b") == 1
+    lock.change(refreshed_unix=time.time() + 1e6, refreshed_boottime=now - STALE)
+    assert lock.rc("take", "b") == 0
+
+
+def test_stale_by_the_clock_after_a_restart_of_the_host(lock: Lock) -> None:
+    lock.rc("take", "a")
+    lock.change(boot_id="another", refreshed_boottime=-1e9)
+    assert lock.rc("take", "b") == 1
+    lock.change(refreshed_unix=time.time() - STALE)
+    assert lock.rc("take", "b") == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"user": "x"}', '{"run_id": 3}'])
+def test_an_unreadable_lock_is_held_until_it_is_old_or_broken(lock: Lock, text: str) -> None:
+    lock.path.write_text(text)
+    done = lock.run("take", "a")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["run_id"] == "unreadable"
+    old = time.time() - STALE
+    os.utime(lock.path, (old, old))
+    assert lock.rc("take", "a") == 0
+    lock.path.write_text(text)
+    assert lock.rc("take", "b", "--break", "unreadable") == 0
+
+
+def test_what_cannot_be_used_is_not_taken_for_held_by_another(lock: Lock, tmp_path: Path) -> None:
+    missing = Lock(tmp_path / "none" / "run.lock").run("take", "a")
+    assert missing.returncode == 2
+    assert f"{tmp_path}/none/run.lock cannot be used" in missing.stderr
+    lock.path.mkdir()
+    assert lock.rc("take", "a") == 2
+    for owner in ("{", "[]", "{}", '{"run_id": 1}'):
+        argv = [sys.executable, str(SCRIPT), "take", "--file", str(lock.path), "--owner", owner]
+        assert subprocess.run(argv, capture_output=True, check=False).returncode == 2
