@@ -94,7 +94,7 @@ def _host(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Act
     states = report.packages.data or {}
     missing = sorted(name for name, state in states.items() if state != "installed")
     if states or report.packages.status == "unreadable":
-        what = "packages " + ", ".join(missing or sorted(states))
+        what = "packages " + (", ".join(missing or sorted(states)) or "of the distribution")
         actions.append(Action("host", what, _state(report.packages, not missing)))
     tools = _own(report, "tools")
     there = installed(tools, facts.tools_digest) is not None

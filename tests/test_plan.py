@@ -254,4 +254,10 @@ def test_fixes_name_values_that_work() -> None:
     assert plan({}, facts, max_model_len=16384).refusals == ()
     assert plan({"memory.available": 8 * GIB}, facts, engine_kv_gib=2).refusals == ()
     assert fixes({}, {"max_model_len": 40961}) == "max_model_len = 40960"
+    here = {"model_source": "/m"}
+    assert fixes({"model": model_dir(blocked_by="/data2")}, here) == "chmod o+x /data2"
+    assert fixes({"model": model_dir(closed=["a"])}, here) == "chmod o+r /m/*"
+    mint = {"os.id": "mint", "os.id_like": ["debian"], "pythons": ok([])}
+    assert fixes(mint) == "install such a Python"
+    assert fixes({"os.id": "fedora"}) == "use a supported system"
     assert "break_lock = 'r1'" in fixes({"kvhost.run_lock": lock()})

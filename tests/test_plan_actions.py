@@ -42,6 +42,7 @@ def test_nothing_changes_on_an_installed_host() -> None:
     got = plan(installed_host())
     assert {a.state for a in got.actions} == {"keep"}
     assert {a.cost for a in got.actions} == {None}
+    assert action(got, "packages").what == "packages libnuma1"
     assert got.refusals == ()
     assert got.notes == ()
 
@@ -116,8 +117,13 @@ def test_files_that_differ_restart_what_reads_them(
     assert found == ([] if on_host == "same" else [(stage, cost)])
 
 
+def test_a_missing_engine_is_built_and_switched_to() -> None:
+    got = plan({**installed_host(), "kvhost.envs": absent()})
+    assert [a.state for a in got.actions if a.stage == "engine"] == ["change", "change"]
+
+
 def test_a_new_namespace_says_what_it_abandons_and_why() -> None:
-    old = {"chunk_size": 256, "dtype": "bfloat16", "gone": 1}
+    old = {"chunk_size": 256, "gone": 1}  # dtype is new: not called a change of it
     rows = [namespace("ns-old", 5 * GIB, 1.0), namespace("ns-last", 41 * GIB, 2.0, old)]
     tier = ok({"namespaces": rows, "foreign": []})
     got = plan({**installed_host(), "kvhost.tier": tier}, cache_limit_gib=60.0)
@@ -138,6 +144,11 @@ def test_what_is_not_known_is_unknown() -> None:
     got = plan({**installed_host(), **changes})
     unknown = [a.what for a in got.actions if a.state == "unknown"]
     assert len(unknown) == 7
+    for name in ("packages", "kvhost.services"):
+        got_without = plan({**installed_host(), name: unreadable})
+        assert [a.state for a in got_without.actions].count("unknown") == (
+            2 if name == "packages" else 3
+        )
     assert action(got, "restart-persistence").state == "unknown"
     not_resolved = replace(FACTS, engine_config_digest=None, rendered=None)
     got = plan(installed_host(), not_resolved)
@@ -160,7 +171,7 @@ def test_when_the_verdict_is_taken(verify: str, host: dict[str, Any] | None, sta
 def test_a_model_of_the_hub() -> None:
     hub: dict[str, Any] = {"model_source": "org/name", "model_revision": "a1" * 20}
     got = plan({}, **hub)
-    assert action(got, "model org/name").cost == "downloads 1 GiB"
+    assert action(got, "model org/name at a1a1a1a1a1a1").cost == "downloads 1 GiB"
     assert any("downloads 1.5 GiB and takes 3 GiB" in note for note in got.notes)
     unknown = plan({}, replace(FACTS, model=None), **hub)
     assert "size not known yet" in str(action(unknown, "model org/name").cost)
@@ -239,6 +250,12 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
         assert "".join(note.split()) in "".join(text.split())
     assert "web[1]: refused, 3 reasons" in text
     assert "good: no change" in text
+    assert shown({"a": plan(facts=replace(FACTS, rendered=None))}).startswith("a: 11 to change\n")
+    unknown = plan(installed_host(), replace(FACTS, rendered=None, engine_config_digest=None))
+    assert shown({"a": unknown}).startswith("a: 0 to change, 4 unknown\n")
+    assert "hosts" not in shown({"a": unknown})
+    firsts = [line.split()[0] for line in shown({"a": unknown}).splitlines() if line.strip()]
+    assert [firsts.count(stage) for stage in ("host", "engine", "cache", "verify")] == [1] * 4
     assert "2 hosts, 1 refused (web[1]): nothing is changed on any" in flat(text)
 
 
