@@ -42,7 +42,7 @@ def test_sweep_removes_temporary_and_empty_files_at_any_age(tier: Path) -> None:
         pytest.param("65536", [4096] * 20, 0, id="declared, and all differ"),
         pytest.param("null", [65536] * 18 + [100, 70000], 18, id="learned from 90 %"),
         pytest.param("null", [65536] * 17 + [100, 70000], 19, id="fewer agree"),
-        pytest.param("null", [65536] * 8 + [100], 9, id="too few files to learn from"),
+        pytest.param("null", [65536] * 8 + [100], 9, id="eight of nine are too few"),
         pytest.param(None, [65536] * 18 + [100, 70000], 18, id="no metadata"),
         pytest.param("true", [65536] * 18 + [100, 70000], 18, id="metadata that makes no sense"),
     ],

@@ -48,7 +48,7 @@ PROBE_EVERY_S = 600.0
 ONE_PROMPT_NS = 2 * 10**9
 TEMP_AGE_NS = 600 * 10**9  # a younger temporary file may be being written
 SETTLED_S = 30.0  # ZFS and some network filesystems tell the blocks of a new file only later
-MIN_FILES_TO_LEARN, AGREEING = 10, 0.9
+AGREEING = 0.9
 STRICT = "lru (access times move with every read)"
 REARMED = "lru (relatime, re-armed at each scan: exact to one interval)"
 FIFO = "fifo (access times do not move here)"
@@ -296,8 +296,8 @@ def choose(scan: Scan, args: argparse.Namespace, now_ns: int) -> tuple[list[Vict
 def choose_damaged(scan: Scan, unsynced_since_ns: int | None) -> list[Victim]:
     """What a sweep removes: temporary, empty, of a wrong size, or perhaps never synced.
 
-    The size is the one declared for the namespace, else the one that 90 % of at least 10 files of
-    a kind have, else not judged.
+    The size is the one declared for the namespace, else the one that 90 % of a kind have (nine of
+    ten files, so ten at least), else not judged.
     """
     sizes: dict[tuple[str, ...], Counter[int]] = defaultdict(Counter)
     for f in scan.files:
@@ -306,8 +306,7 @@ def choose_damaged(scan: Scan, unsynced_since_ns: int | None) -> list[Victim]:
     expected: dict[tuple[str, ...], int | None] = {}
     for kind, found in sizes.items():
         size, count = found.most_common(1)[0]
-        total = sum(found.values())
-        learned = size if total >= MIN_FILES_TO_LEARN and count >= AGREEING * total else None
+        learned = size if count >= AGREEING * sum(found.values()) else None
         expected[kind] = scan.declared[kind[0]] or learned
     victims = []
     for f in scan.files:
