@@ -62,7 +62,6 @@ DENIED: dict[str, str] = {
 }
 # Flags of vLLM that may be given although a denied flag begins with the same letters.
 _ALLOWED_BEGINNINGS = frozenset({"--tokenizer"})
-_NUMBER = re.compile(r"-\.?[0-9]")
 _EXAMPLE = ["--max-num-seqs", "4"]
 
 
@@ -105,7 +104,7 @@ def runner_extra_args(items: list[str]) -> list[str]:
             wrong.append("item 1 must be a flag; the model is set by model_source")
         if item == "--":
             wrong.append(f"item {number} is '--' alone, after which flags are not read as flags")
-        elif item.startswith("-") and not _NUMBER.match(item):
+        elif item.startswith("-"):
             if re.search(r"\s", item.partition("=")[0]):
                 wrong.append(f"item {number} has a space in it; a flag and its value are two items")
                 continue

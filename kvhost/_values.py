@@ -209,8 +209,8 @@ def served_model_name(value: str) -> str:
 def engine_wheel(value: str) -> str:
     """A wheel of vLLM on the host or behind a URL, with its digest. Never repeats the value."""
     one_line(value)
-    target, mark, digest = value.rpartition("#")
-    if not mark or not _WHEEL_SHA256.fullmatch(digest):
+    target, _, digest = value.rpartition("#")
+    if not _WHEEL_SHA256.fullmatch(digest):
         raise Refusal("must end in #sha256= and the 64 digits (0-9 a-f) of the wheel's digest")
     path = host_path(target) if target.startswith("/") else _path_of_url(target)
     name = path.rpartition("/")[2]

