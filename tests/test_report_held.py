@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -48,6 +49,38 @@ def test_secrets_are_masked(argv: list[str]) -> None:
     assert got[0] == argv[0]
 
 
+@pytest.mark.parametrize(
+    "argv, kept",
+    [
+        (
+            ["x", "--api-key", "a", "b", "--port", "8"],
+            ["x", "--api-key", "***", "***", "--port", "8"],
+        ),
+        (["x", "--api-key=a", "b"], ["x", "--api-key=***", "b"]),
+        (["x", "API_KEY=a", "b"], ["x", "API_KEY=***", "b"]),
+        (["x", "key", "b"], ["x", "key", "b"]),
+        (["x", "y" * 400], ["x", "y" * 300]),
+    ],
+)
+def test_only_the_secret_is_masked(argv: list[str], kept: list[str]) -> None:
+    assert held.masked(argv) == kept
+
+
+@pytest.mark.parametrize(
+    "argv, names",
+    [
+        (["/opt/bin/ollama", "serve"], ["ollama"]),
+        (["/usr/bin/python3.11", "-u", "/x/bin/vllm", "serve"], ["python3.11", "vllm"]),
+        (["python3", "-m", "vllm.entrypoints.openai.api_server", "x"], ["python3", "vllm"]),
+        (["vim", "vllm"], ["vim"]),
+        (["python3"], ["python3"]),
+        ([""], [""]),
+    ],
+)
+def test_what_a_command_line_runs(argv: list[str], names: list[str]) -> None:
+    assert held.programs(argv) == names
+
+
 def test_what_is_no_secret_is_kept() -> None:
     argv = ["vllm", "serve", "/m", "--max-num-batched-tokens", "8192", "--tokenizer", "/t",
             "--port", "8000", '{"kv_connector":"LMCacheMPConnector"}']  # fmt: skip
@@ -84,12 +117,15 @@ def test_engines_that_are_not_kvhosts_are_adoptable(
     foreign = start(open_dir / "vllm", "serve", "m", "--api-key", CANARY)
     ours = start(base / "bin/vllm", "serve", "m")
     other = start(open_dir / "grep", "vllm")
+    recorded = start(open_dir / "elsewhere/vllm", "serve", "m")
+    record(base, recorded)
     text = run_script(base)
     assert CANARY not in text
     rows = {p.pid: p for p in ok(parse_report(text).adoptable).processes}
     assert rows[foreign.pid].argv[-4:] == ["serve", "m", "--api-key", "***"]
     assert rows[foreign.pid].uid == os.geteuid()
     assert ours.pid not in rows
+    assert recorded.pid not in rows
     assert other.pid not in rows
 
 
@@ -98,6 +134,78 @@ def test_foreign_units_are_found(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     put(root / "usr/lib/systemd/system/ssh.service", "")
     monkeypatch.setattr(held, "processes", dict)
     assert held.adoptable(root / "base", "no-such")["units"] == ["ollama.service"]
+
+
+def account(name: str, uid: int, home: object, shell: str = "/bin/bash") -> pwd.struct_passwd:
+    return pwd.struct_passwd((name, "x", uid, uid, "", str(home), shell))
+
+
+def test_whose_hugging_face_caches_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = os.geteuid()
+    rows = [account("root", 0 if me else 7, tmp_path / "r"), account("kvh", 990, tmp_path / "k"),
+            account("me", me or 8, tmp_path / "m"), account("other", 1000, tmp_path / "o")]  # fmt: skip
+    monkeypatch.setattr(pwd, "getpwall", lambda: rows)
+    monkeypatch.setattr(held, "processes", dict)
+    for name in "rkmo":
+        put(tmp_path / name / ".cache/huggingface/hub/models--a--b/blobs/1", "x")
+    found = held.adoptable(tmp_path / "base", "kvh")["hf_caches"]
+    assert [row["user"] for row in found] == ["kvh", "me", "root"]
+    assert found[0]["path"] == f"{tmp_path}/k/.cache/huggingface/hub"
+    assert found[0]["models"]["data"] == [{"name": "a/b", "bytes": 1}]
+
+
+def test_users_that_can_log_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [account("root", 0, "/"), account("me", 1000, "/"), account("kvh", 990, "/"),
+            account("ann", 1001, "/"), account("www", 33, "/", "/usr/sbin/nologin"),
+            account("boss", 1002, "/")]  # fmt: skip
+    monkeypatch.setattr(pwd, "getpwall", lambda: rows)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("SUDO_USER", "boss")
+    assert held.users("kvh")["login_users"] == ["ann"]
+
+
+def fake_program(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of that name, first in PATH."""
+    put(path, f"#!/bin/sh\n{text}\n").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("code, works", [(0, True), (1, False)])
+def test_sudo_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, works: bool
+) -> None:
+    fake_program(tmp_path / "sudo", f'[ "$*" = "-n true" ] && exit {code}; exit 9', monkeypatch)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert held.users("kvh")["sudo"] is works
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert held.users("kvh")["sudo"] is None
+
+
+def test_packages_of_which_dpkg_is_not_sure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "echo a config-files; echo b installed; echo b not-installed; exit 1"
+    fake_program(tmp_path / "dpkg-query", said, monkeypatch)
+    assert held.packages(["a", "b", "c"]) == {"a": "config-files", "b": "installed", "c": "absent"}
+    fake_program(tmp_path / "dpkg-query", "echo cannot open >&2; exit 2", monkeypatch)
+    with pytest.raises(OSError, match="dpkg-query exits 2: cannot open"):
+        held.packages(["a"])
+    monkeypatch.setenv("PATH", "/no")
+    with pytest.raises(held.Absent, match="no dpkg-query"):
+        held.packages(["a"])
+
+
+def test_listeners_of_a_host_without_ipv6(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "processes", dict)
+    line = "   0: 0100007F:1F40 00000000:0000 {} 0:0 0:0 0 33 0 99 1 0 100 0 0 10 0\n"
+    put(root / "proc/net/tcp", "  sl local\n" + line.format("0A") + line.format("01"))
+    row = {"address": "127.0.0.1", "port": 8000, "uid": 33, "pid": None, "comm": None}
+    assert held.ports([1]) == {"wanted": [1], "listening": [row]}
+    (root / "proc/net/tcp").unlink()
+    with pytest.raises(FileNotFoundError):
+        held.ports([])
 
 
 def test_hugging_face_models_with_their_bytes(tmp_path: Path) -> None:
@@ -188,6 +296,9 @@ def test_whose_base_dir_is(tmp_path: Path, files: list[str], owner: str) -> None
 def test_a_base_dir_with_an_empty_state_is_nobodys(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     assert kvhost(tmp_path)["base"][1]["owner"] == "nobody"
+    (tmp_path / "state").rmdir()
+    put(tmp_path / "state", "")  # a file of another
+    assert kvhost(tmp_path)["base"][1]["owner"] == "foreign"
     (tmp_path / "more").mkdir()
     assert kvhost(tmp_path)["base"][1] == {"owner": "foreign", "entries": ["more", "state"]}
 
@@ -224,6 +335,8 @@ def test_environments_are_finished_by_their_marker(tmp_path: Path) -> None:
     put(tmp_path / "envs/aa/.kvhost-complete.json", '{"lock": "aa"}')
     put(tmp_path / "envs/bb/bin/python", "")
     put(tmp_path / "envs/cc/.kvhost-complete.json", "{")
+    put(tmp_path / "envs/file", "")
+    (tmp_path / "envs/link").symlink_to("aa")
     rows = kvhost(tmp_path)["envs"][1]
     assert [(r["name"], r["complete"]) for r in rows] == [
         ("aa", True),

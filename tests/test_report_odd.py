@@ -182,3 +182,14 @@ def test_hidden_processes_are_not_no_processes(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(OSError, match="hidepid=invisible"):
         held.processes()
+    stat = "7 (a) b) S 1 " + " ".join("0" * 17) + " 4242 0"
+    for name, text in (("stat", stat), ("cmdline", "vllm\0serve\0"), ("comm", "a) b\n")):
+        put(root / "proc/7" / name, text)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # root sees all
+    row = held.processes()[7]
+    assert (row["ppid"], row["ticks"], row["state"]) == (1, 4242, "S")
+    assert (row["argv"], row["comm"]) == (["vllm", "serve"], "a) b")
+    held.processes.cache_clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    put(root / "proc/self/mountinfo", mount("/proc", "proc", super="rw,hidepid=0"))
+    assert list(held.processes()) == [7]
