@@ -143,9 +143,9 @@ def account(name: str, uid: int, home: object, shell: str = "/bin/bash") -> pwd.
 def test_whose_hugging_face_caches_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me = os.geteuid()
-    rows = [account("root", 0 if me else 7, tmp_path / "r"), account("kvh", 990, tmp_path / "k"),
-            account("me", me or 8, tmp_path / "m"), account("other", 1000, tmp_path / "o")]  # fmt: skip
+    named = {"root": 0, "kvh": 990, "me": 1000, "other": 1001}
+    rows = [account(name, uid, tmp_path / name[0]) for name, uid in named.items()]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(pwd, "getpwall", lambda: rows)
     monkeypatch.setattr(held, "processes", dict)
     for name in "rkmo":
@@ -213,6 +213,9 @@ def test_hugging_face_models_with_their_bytes(tmp_path: Path) -> None:
     blob = put(tmp_path / "models--org--name/blobs/1", "x" * 1000)
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to(blob)  # counted once
+    put(tmp_path / "version.txt", "1")
+    put(tmp_path / "datasets--org--d/blobs/1", "1")
+    put(tmp_path / "models--file", "1")
     assert held.hf_models(tmp_path) == [{"name": "org/name", "bytes": 1000}]
 
 
@@ -385,6 +388,7 @@ def test_namespaces_are_counted_inside_the_tier_only(tmp_path: Path) -> None:
 
 def test_files_are_told_by_digest_and_secrets_are_not(tmp_path: Path) -> None:
     put(tmp_path / "etc/runner.json", "a").chmod(0o644)
+    (tmp_path / "etc/link").symlink_to("runner.json")
     put(tmp_path / "secrets/api-key", "b").chmod(0o640)
     got = kvhost(tmp_path)["files"][1]
     digest = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"  # of "a"
