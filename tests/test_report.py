@@ -103,10 +103,11 @@ def test_a_python_behind_a_closed_directory_is_not_usable(
 
 
 @as_root
-def test_a_python_whose_file_is_closed_is_tried_as_the_user(open_dir: Path) -> None:
+@pytest.mark.parametrize("mode", [0o700, 0o750])  # root's group is not the user's
+def test_a_python_whose_file_is_closed_is_tried_as_the_user(open_dir: Path, mode: int) -> None:
     python = open_dir / "python3.11"
     shutil.copy(PYTHON, python)
-    python.chmod(0o700)
+    python.chmod(mode)
     row = ok(real(open_dir / "base", "--python", str(python)).pythons)[0]
     assert (row.error, row.usable_by_service, row.blocked_by) == (None, False, None)
 
@@ -190,6 +191,17 @@ def test_a_part_that_hangs_or_fails_costs_only_itself() -> None:
         assert got["hangs"]["status"] == got["fails"]["status"] == "unreadable"
         assert got["fails"]["why"] == "KeyError: 'MemTotal'"
         assert got["fine"] == {"status": "ok", "why": None, "data": 1}
+
+
+def test_a_program_that_hangs_does_not_hold_the_report(open_dir: Path) -> None:
+    slow = put(open_dir / "bin/dpkg-query", "#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    env = {**os.environ, "PATH": f"{open_dir}/bin:/usr/bin:/bin"}
+    began = time.monotonic()
+    got = real(open_dir / "base", "--packages", "a", "--timeout-s", "5", env=env)
+    assert time.monotonic() - began < 15
+    assert got.packages.why == "did not answer within 5 s"
+    assert ok(got.users).uid == os.geteuid()
 
 
 @pytest.mark.parametrize("script", ["report.py", "report_held.py"])

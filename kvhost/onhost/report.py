@@ -460,4 +460,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # not sys.exit: a thread that hangs in the kernel must not hold the report
+    sys.exit(main())

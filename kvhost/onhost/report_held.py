@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path("/")  # tests put a directory with its own proc and etc here
 MARKER = ".kvhost-complete.json"  # a finished environment or model
+SERVICES = ("cache", "runner", "pruner")
 NAMESPACE = ".kvhost-namespace.json"  # what a namespace is the digest of
 ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervisord)$|^VLLM::")
 UNITS = ("vllm*", "lmcache*", "ollama*", "llama-server*")
@@ -307,7 +308,8 @@ def run_lock(base: Path) -> Data:
 def services(base: Path) -> list[Data]:
     boot = read("proc/sys/kernel/random/boot_id").strip()
     rows = []
-    for path in (p for p in listing(base / "run") if p.suffix == ".json"):
+    records = {f"{name}.json" for name in SERVICES}  # beside them lie notes of other kinds
+    for path in (p for p in listing(base / "run") if p.name in records):
         record = json_file(path)
         pid, ticks = int(record["pid"]), int(record["start_ticks"])
         row: Data = {
@@ -451,4 +453,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # not sys.exit: a thread that hangs in the kernel must not hold the report
+    sys.exit(main())
