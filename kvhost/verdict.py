@@ -192,7 +192,7 @@ def _no_rewriting(facts: Facts, limits: Thresholds) -> Finding:
     """As many new files as min_hit allows chunks to be missing, and no changed one."""
     config, request = facts.evidence.config, facts.request("restored")
     missing = facts.chunks - math.ceil(limits.min_hit * facts.chunks)
-    threshold = f"<= {missing * config.files_per_chunk} new files, 0 changed"
+    threshold = f"<= {missing * config.files_per_chunk} new, 0 changed"
     if request is None or request.files is None:
         return None, threshold, None
     new, changed = request.files.new, request.files.changed

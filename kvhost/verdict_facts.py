@@ -24,9 +24,11 @@ class Facts:
         return self.evidence.requests.get(role)
 
     def answered(self, role: str) -> bool | None:
-        """Whether a request got its whole answer; None when it was never sent."""
+        """Whether a request got its whole answer; None when it was not sent, or not finished."""
         request = self.request(role)
-        return None if request is None else request.error is None and request.ttft_s is not None
+        if request is None or (request.error is None and request.http_status is None):
+            return None
+        return request.error is None
 
     def vllm(self, role: str, field: str) -> float | None:
         """Growth of a vLLM counter over a request."""
@@ -72,7 +74,9 @@ class Facts:
             extra: list[float] = []
             for shot in shots:
                 page, own = shot.vllm, shot.own_requests
-                if page is None or own is None or None in (page.requests_finished, page.running):
+                if page is None or own is None:
+                    return None
+                if None in (page.requests_finished, page.running, page.waiting):
                     return None
                 extra.append(float(page.requests_finished or 0) - own)
                 total += float(page.running or 0) + float(page.waiting or 0)
@@ -113,7 +117,10 @@ class Facts:
                     for field in type(old).model_fields:
                         if field in ("running", "waiting", "l2_adapters"):
                             continue
-                        problems += (getattr(new, field) or 0) < (getattr(old, field) or 0)
+                        was, now = getattr(old, field) or 0, getattr(new, field)
+                        if now is None and getattr(old, field) is not None:
+                            return None
+                        problems += (now or 0) < was
         return problems
 
     def restarted(self, name: str) -> bool | None:

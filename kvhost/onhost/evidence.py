@@ -259,6 +259,7 @@ class Collector:
         url = self.config["api_base"] + "/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         tokens: list[int] = []
+        done = False
         started = time.monotonic()
         with self.opener.open(request, timeout=self.limits["request_s"]) as reply:
             result["http_status"] = reply.status
@@ -267,7 +268,8 @@ class Collector:
                 if time.monotonic() - started > self.limits["request_s"]:
                     raise ValueError(f"no complete answer within {self.limits['request_s']} s")
                 data = line.decode(errors="replace").strip()
-                if not data.startswith("data:") or data == "data: [DONE]":
+                done = done or data == "data: [DONE]"
+                if not data.startswith("data:") or done:
                     continue
                 event = json.loads(data[5:])
                 if event.get("error"):
@@ -282,8 +284,8 @@ class Collector:
                     result["usage_cached_tokens"] = details.get("cached_tokens")
         result["total_s"] = time.monotonic() - started
         result["output_tokens"] = tokens or None
-        if result["ttft_s"] is None:
-            raise ValueError("the answer ended without a token")
+        if result["ttft_s"] is None or not done:
+            raise ValueError("the answer ended too early")
 
     def request(self, role: str, prompt: list[int], expect_files: int) -> Json:
         """A request with the evidence around it; what appeared in the namespace meanwhile too."""

@@ -86,16 +86,17 @@ def listens(pid: int, port: int) -> bool | None:
     try:
         inodes = set()
         for table in ("tcp", "tcp6"):
-            rows: list[list[str]] = []
-            with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/net/{table}") as handle:
+            if table == "tcp6" and not os.path.exists(f"/proc/{pid}/net/tcp6"):
+                continue  # a kernel without IPv6
+            with open(f"/proc/{pid}/net/{table}", encoding="ascii") as handle:
                 rows = [line.split() for line in handle.readlines()[1:]]
             inodes |= {r[9] for r in rows if r[3] == "0A" and int(r[1].split(":")[1], 16) == port}
         todo = [pid]
         while todo:
             one = todo.pop()
-            for link in glob.glob(f"/proc/{one}/fd/*"):
-                with contextlib.suppress(FileNotFoundError):
-                    target = os.readlink(link)
+            for number in os.listdir(f"/proc/{one}/fd"):  # only its user and root may
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    target = os.readlink(f"/proc/{one}/fd/{number}")
                     if target.startswith("socket:[") and target[8:-1] in inodes:
                         return True
             for children in glob.glob(f"/proc/{one}/task/*/children"):

@@ -1,0 +1,246 @@
+"""The judge against its case table, and what a taken-out condition would do."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from kvhost import reports, verdict, verdict_causes
+from kvhost.evidence_model import Evidence, parse_evidence
+from kvhost.verdict import judge
+from kvhost.verdict_types import EXIT_CODES, Thresholds, Verdict
+from kvhost.verdict_view import history_line, verdict_table
+from tests.verdict_cases import CASES, FIXTURES, Case, evidence_of
+from tests.verdict_edits import put
+
+pytestmark = pytest.mark.verdict
+ROOT = Path(__file__).parents[1]
+HEALTHY = CASES[0]
+
+
+def judged(case: Case, limits: Thresholds | None = None) -> Verdict:
+    return judge(Evidence.model_validate(evidence_of(case)), limits)
+
+
+def outcome(case: Case, found: Verdict) -> tuple[object, ...]:
+    """What the table promises of a case, as far as it is told."""
+    cause = found.causes[0].slug if found.causes and case.cause else None
+    return found.persisted, cause, case.said is None or case.said in found.summary
+
+
+def expected(case: Case) -> tuple[object, ...]:
+    return case.persisted, case.cause, True
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case) -> None:
+    found = judged(case)
+    unmet = [(c.id, c.figure) for c in found.conditions if c.met is not True]
+    assert outcome(case, found) == expected(case), unmet
+
+
+@pytest.mark.parametrize("gone", [rule.id for rule in verdict.RULES])
+def test_without_any_one_condition_a_case_is_judged_wrongly(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tuple(rule for rule in verdict.RULES if rule.id != gone)
+    monkeypatch.setattr(verdict, "RULES", left)
+    wrong = [case.name for case in CASES if judged(case).persisted != case.persisted]
+    unsaid = [c.name for c in CASES if c.said and c.said not in judged(c).summary]
+    assert wrong or unsaid
+
+
+def test_every_recorded_evidence_is_in_the_table() -> None:
+    used = {case.base for case in CASES if case.name.startswith("real: ")}
+    assert used == {path.stem for path in FIXTURES.glob("*.json")}
+
+
+FIELDS = [
+    *(f"vllm.{f}" for f in ("requests_finished", "running", "waiting", "prefix_hits")),
+    *(f"vllm.{f}" for f in ("external_queries", "external_hits")),
+    *(f"cache.{f}" for f in ("lookups", "hit_tokens", "l2_adapters")),
+    *("vllm", "cache", "own_requests", "processes.cache", "processes.runner"),
+]
+MISSING = [
+    *(
+        f"requests.{role}.after.{field}"
+        for role, field in itertools.product(("cold", "restored", "control"), FIELDS)
+    ),
+    "requests.restored.after.cache.hit_l1_tokens",
+    "requests.restored.after.cache.hit_l2_tokens",
+    "requests.restored.usage_cached_tokens",
+    "requests.restored.output_tokens",
+    "requests.restored.http_status",
+    "requests.restored.files",
+    "requests.restored.before",
+    "requests.restored.after",
+    "requests.cold.output_tokens",
+    "requests.control.after",
+    "services.cache.before.proc",
+    "services.runner.before.listens",
+    "services.runner.after",
+    "written",
+    "page_cache",
+]
+
+
+@pytest.mark.parametrize("path", MISSING)
+def test_a_missing_number_never_passes(path: str) -> None:
+    assert judged(Case("", "", put(path, None))).persisted == "INCONCLUSIVE"
+
+
+@pytest.mark.parametrize(
+    ("after", "worth"), [(8.0, "yes"), (8.1, "no"), (99.0, "no"), (None, "unknown")]
+)
+def test_time_decides_whether_it_is_worth_it_and_nothing_else(
+    after: float | None, worth: str
+) -> None:
+    def edit(e: dict[str, object]) -> None:
+        put("requests.cold.ttft_s", 10.0)(e)
+        put("requests.restored.ttft_s", after)(e)
+
+    found = judged(Case("", "", edit))
+    assert found.worth_it == worth
+    assert found.persisted == "PASS"
+
+
+def test_a_failing_cache_may_be_worth_it_and_still_fails() -> None:
+    case = next(case for case in CASES if case.name == "another answer")
+    found = judged(case)
+    assert (found.persisted, found.worth_it, found.exit_code) == ("FAIL", "yes", 1)
+
+
+def test_the_threshold_of_hits_is_a_setting() -> None:
+    case = next(case for case in CASES if case.name == "too few hits")
+    assert judged(case, Thresholds(min_hit=0.9)).persisted == "PASS"
+
+
+def test_exit_codes() -> None:
+    assert EXIT_CODES == {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+
+
+def test_evidence_of_another_version_or_with_unknown_parts_is_refused() -> None:
+    whole = evidence_of(HEALTHY)
+    for change in ({"schema": "kvhost/evidence/2"}, {"hits": 8192}):
+        with pytest.raises(ValidationError, match=next(iter(change))):
+            parse_evidence(json.dumps({**whole, **change}))
+
+
+def test_every_cause_has_its_place_in_the_troubleshooting_page() -> None:
+    page = (ROOT / verdict_causes.PAGE).read_text()
+    slugs = [row.slug for row in verdict_causes.TABLE]
+    assert len(set(slugs)) == len(slugs)
+    assert [slug for slug in slugs if f"\n### {slug}\n" not in page] == []
+
+
+def test_no_cause_is_named_when_the_cache_survived() -> None:
+    assert judged(HEALTHY).causes == []
+
+
+# -- table ------------------------------------------------------------------------------------
+
+
+def shown(case: Case, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(verdict_table("web-1", judged(case)))
+    return console.export_text()
+
+
+def test_the_table_fits_eighty_columns_and_shows_every_condition() -> None:
+    text = shown(HEALTHY)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for rule in verdict.RULES:
+        assert rule.question in text
+    assert "web-1: persisted PASS, worth it yes" in text
+    assert "cold 10.25 s, warm 0.19 s, after restart 1.08 s" in text
+
+
+def test_the_table_names_what_is_missing_not_met_and_why() -> None:
+    text = shown(Case("", "", put("requests.restored.usage_cached_tokens", None)))
+    row = next(line for line in text.splitlines() if line.startswith("cached, says"))
+    assert "missing" in row and row.rstrip().endswith("?")
+    text = shown(next(case for case in CASES if case.name == "written anew"))
+    assert "persisted FAIL" in text and "docs/troubleshooting.md#rewritten" in text
+    row = next(line for line in text.splitlines() if line.startswith("nothing written anew"))
+    assert row.rstrip().endswith("NO")
+
+
+def test_markup_in_a_host_name_is_shown_not_obeyed() -> None:
+    console = Console(width=80, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(verdict_table("[red]x[/red]", judged(HEALTHY)))
+    assert "[red]x[/red]: persisted" in console.export_text()
+
+
+# -- reports ----------------------------------------------------------------------------------
+
+NOON = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)
+
+
+def report_of(case: Case, host: str = "@local", at: datetime = NOON) -> reports.Report:
+    evidence = Evidence.model_validate(evidence_of(case))
+    return reports.make_report(host, judge(evidence), evidence, at)
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    report = report_of(HEALTHY)
+    path = reports.write_report(tmp_path, report)
+    assert reports.load_report(path) == report
+    assert path.name == "2026-03-01T120005Z.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
+
+
+def test_a_report_is_never_replaced(tmp_path: Path) -> None:
+    path = reports.write_report(tmp_path, report_of(HEALTHY))
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError):
+        reports.write_report(tmp_path, report_of(CASES[1]))
+    assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
+
+
+def test_the_latest_report_of_a_host_is_found(tmp_path: Path) -> None:
+    assert reports.latest_report(tmp_path, "a") is None
+    for hour, host in ((9, "a"), (7, "a"), (11, "b")):
+        reports.write_report(tmp_path, report_of(HEALTHY, host, NOON.replace(hour=hour)))
+    newest = reports.latest_report(tmp_path, "a")
+    assert newest is not None and newest.time == "2026-03-01T090005Z"
+    assert len(reports.list_reports(tmp_path)) == 3
+    assert history_line(newest).plain.startswith("2026-03-01T090005Z  a  PASS")
+
+
+@pytest.mark.parametrize("host", ["@local", "../../etc", "a/b", ".", "-x", "ä", "", "x" * 300])
+def test_any_host_name_gives_a_plain_folder(host: str, tmp_path: Path) -> None:
+    path = reports.write_report(tmp_path, report_of(HEALTHY, host))
+    assert path.parent.parent == tmp_path
+    assert reports.load_report(path).host == host
+
+
+def test_hosts_that_look_alike_keep_apart() -> None:
+    assert reports.host_folder("a/b") != reports.host_folder("a_b")
+    assert reports.host_folder("a/b") != reports.host_folder("a:b")
+
+
+def test_the_published_schema_is_that_of_the_model() -> None:
+    published = json.loads((ROOT / "docs/schema/verdict-1.json").read_text())
+    assert published == reports.json_schema(), "run: python -m kvhost.reports > docs/schema/…"
+
+
+def test_the_published_schema_accepts_reports_and_nothing_else() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    checker = jsonschema.Draft202012Validator(reports.json_schema())
+    for case in CASES:
+        checker.validate(json.loads(report_of(case).model_dump_json(by_alias=True)))
+    good = json.loads(report_of(HEALTHY).model_dump_json(by_alias=True))
+    for path, value in (("verdict.persisted", "MAYBE"), ("schema", "kvhost/verdict/2")):
+        bad = copy.deepcopy(good)
+        put(path, value)(bad)
+        assert not checker.is_valid(bad)

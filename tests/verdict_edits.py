@@ -1,0 +1,149 @@
+"""Edits of recorded evidence: each changes one thing, and what real servers would count with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+LIVES = (("cold", "warm"), ("restored", "control"))
+Json = dict[str, Any]
+Edit = Callable[[Json], object]
+
+
+def both(*edits: Edit) -> Edit:
+    return lambda e: [edit(e) for edit in edits]
+
+
+def put(path: str, value: object) -> Edit:
+    """Sets one value; the path must exist, so that a typing error is no edit."""
+
+    def edit(e: Json) -> None:
+        *way, last = path.split(".")
+        place: Any = e
+        for key in way:
+            place = place[key]
+        assert last in place, path
+        place[last] = value
+
+    return edit
+
+
+def count(role: str, page: str, **amounts: float) -> Edit:
+    """Adds to counters in a request: to its after-snapshot and all later ones of its life."""
+
+    def edit(e: Json) -> None:
+        life = next(roles for roles in LIVES if role in roles)
+        shots = [e["requests"][role]["after"]]
+        for later in life[life.index(role) + 1 :]:
+            if later in e["requests"]:
+                shots += [e["requests"][later]["before"], e["requests"][later]["after"]]
+        for shot in shots:
+            for field, amount in amounts.items():
+                shot[page][field] = (shot[page][field] or 0) + amount
+
+    return edit
+
+
+def each_shot(e: Json, *lives: int) -> list[Json]:
+    roles = [role for life in lives for role in LIVES[life] if role in e["requests"]]
+    return [e["requests"][role][side] for role in roles for side in ("before", "after")]
+
+
+def in_life(life: int, path: str, value: object) -> Edit:
+    return lambda e: [put(path, value)(shot) for shot in each_shot(e, life)]
+
+
+def same_process(name: str, **changed: int | str) -> Edit:
+    """The process after the restart is the one of before, but for what is given."""
+
+    def edit(e: Json) -> None:
+        service = e["services"][name]
+        who = {**service["before"]["proc"], **changed}
+        service["after"] = {"record": who, "proc": who, "listens": True}
+        in_life(1, f"processes.{name}", who)(e)
+
+    return edit
+
+
+def restored_hits(l2: float, l1: float = 0, external: float | None = None) -> Edit:
+    """What the cache served to the restored request, told by every source."""
+
+    def edit(e: Json) -> None:
+        request = e["requests"]["restored"]
+        served = l2 + l1 if external is None else external
+        old = request["after"]["cache"]
+        change = {
+            "hit_l2_tokens": l2 - old["hit_l2_tokens"],
+            "hit_l1_tokens": l1 - old["hit_l1_tokens"],
+            "hit_tokens": l2 + l1 - old["hit_tokens"],
+        }
+        count("restored", "cache", **change)(e)
+        delta = served - request["after"]["vllm"]["external_hits"]
+        count("restored", "vllm", external_hits=delta, from_external=delta)(e)
+        count("restored", "vllm", from_compute=-delta)(e)
+        request["usage_cached_tokens"] = int(served)
+
+    return edit
+
+
+def failed(role: str) -> Edit:
+    def edit(e: Json) -> None:
+        nothing = ("ttft_s", "total_s", "output_tokens", "usage_prompt_tokens")
+        e["requests"][role] |= {**dict.fromkeys(nothing), "usage_cached_tokens": None}
+        e["requests"][role] |= {"error": "HTTPError: 500", "http_status": 500}
+
+    return edit
+
+
+def only(*roles: str) -> Edit:
+    return lambda e: [e["requests"].pop(r) for r in list(e["requests"]) if r not in roles]
+
+
+def chunks(number: int) -> Edit:
+    def edit(e: Json) -> None:
+        tokens = number * e["config"]["chunk_size"] + 8
+        e["config"]["prompt_tokens"] = tokens
+        for request in e["requests"].values():
+            request["usage_prompt_tokens"] = tokens
+
+    return edit
+
+
+def between(page: str, **amounts: float) -> Edit:
+    """Counts after the restored request was over and before the control was sent."""
+
+    def edit(e: Json) -> None:
+        for shot in e["requests"]["control"]["before"], e["requests"]["control"]["after"]:
+            for field, amount in amounts.items():
+                shot[page][field] = (shot[page][field] or 0) + amount
+
+    return edit
+
+
+def other_token(e: Json) -> None:
+    e["requests"]["restored"]["output_tokens"][5] += 1
+
+
+def no_reads(e: Json) -> None:
+    request = e["requests"]["restored"]
+    for field in ("cache_reads", "device_read_bytes"):
+        request["after"][field] = request["before"][field]
+
+
+def refused(e: Json, busy: int | None, foreign: int | None) -> None:
+    e["refused"] = {"busy": busy, "foreign": foreign, "own": 0}
+    e["requests"].clear()
+    for service in e["services"].values():
+        service["after"] = service["restart"] = None
+    e |= {"written": None, "page_cache": None}
+
+
+def first(e: Json) -> None:
+    for shot in each_shot(e, 1):
+        shot["vllm"]["requests_finished"] += 1
+
+
+def ready(e: Json) -> None:
+    for shot in each_shot(e, 1):
+        shot["vllm"]["requests_finished"] += 1
+        shot["own_requests"] += 1
