@@ -7,7 +7,7 @@ The replies are in tests/fixtures/replay/recording.json (vLLM 0.32.0 and lmcache
 prompt of 2,056 tokens; metrics that evidence.py does not read were left out): metrics pages by
 "LIFE.SERVED" (process before or after the restart, requests served since) and the streamed answers
 by role. It computes nothing. On a cold and a control request it writes as many small files into
-STATE_DIR/kv as the cache server wrote. STATE_DIR/mode.json switches single faults on, see the tests.
+STATE_DIR/kv as the cache server wrote. STATE_DIR/mode.json switches single faults on.
 """
 
 from __future__ import annotations
