@@ -129,3 +129,7 @@ def _run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     worst = _worst(list(verdicts.values()))
     # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1
     return worst if worst or not code else 1
+
+
+if __name__ == "__main__":
+    main()
