@@ -114,12 +114,13 @@ def test_nothing_left_to_remove_is_said(tier: Path) -> None:
 def test_a_file_used_or_replaced_after_the_scan_stays(
     tier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [put(tier, "ns-aa", f"{i:02x}", age_s=HOUR - 10 * i) for i in range(3)]
+    files = [put(tier, "ns-aa", f"{i:02x}", age_s=HOUR - 10 * i) for i in range(4)]
     real = pruner.choose
 
     def used_meanwhile(*args: Any) -> Any:
         chosen = real(*args)
         os.utime(files[0])
+        files[3].unlink()
         times = files[1].stat()
         files[1].rename(tmp_path / "held")  # or the new file might get its inode number
         again = put(tier, "ns-aa", "01")  # the same name and times, another file
@@ -128,7 +129,7 @@ def test_a_file_used_or_replaced_after_the_scan_stays(
 
     monkeypatch.setattr(pruner, "choose", used_meanwhile)
     assert pruner.main(["once", "--tier", str(tier), "--limit-bytes", "1"]) == 0
-    assert [f.exists() for f in files] == [True, True, False]
+    assert [f.exists() for f in files] == [True, True, False, False]
 
 
 # --- last use ---------------------------------------------------------------------------------

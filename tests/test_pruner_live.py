@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -95,6 +96,28 @@ def test_growth_is_answered_before_the_interval(tier: Path) -> None:
             put(tier, "ns-aa", f"{i:02x}", size=MIB)
         until(lambda: usage(tier) < 8 * MIB, 5)
         assert process.poll() is None
+
+
+def test_a_pass_at_every_interval_where_free_space_tells_nothing(
+    tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[float] = []
+    real = pruner.Pruner.one_pass
+
+    def timed(self: pruner.Pruner) -> pruner.Status:
+        began.append(time.monotonic())
+        if len(began) == 5:
+            raise KeyboardInterrupt
+        time.sleep(0.1)  # a pass takes its time, and the interval counts from its start
+        return real(self)
+
+    monkeypatch.setattr(pruner.Pruner, "one_pass", timed)
+    monkeypatch.setattr(pruner, "close_to_a_limit", lambda *_: False)
+    argv = ["run", "--tier", str(tier), "--limit-bytes", "9999", "--interval", "0.5"]
+    with pytest.raises(KeyboardInterrupt):
+        pruner.run(pruner.parse(argv))
+    gaps = [b - a for a, b in itertools.pairwise(began)]
+    assert min(gaps) >= 0.5 and sorted(gaps)[1] < 0.75, gaps
 
 
 @root_only
@@ -213,7 +236,8 @@ def test_a_tier_that_goes_away_is_waited_for(tier: Path, tmp_path: Path) -> None
 
 def test_a_status_that_cannot_be_written_stops_nothing(tier: Path, tmp_path: Path) -> None:
     with running(tier, MIB, "--interval", "0.2", "--status", tmp_path / "none" / "s") as process:
-        for i in range(20):
-            put(tier, "ns-aa", f"{i:02x}")
-        until(lambda: usage(tier) < MIB)
+        for _ in range(3):
+            for i in range(20):
+                put(tier, "ns-aa", f"{i:02x}")
+            until(lambda: usage(tier) < MIB)
         assert process.poll() is None
