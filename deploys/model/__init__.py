@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from deploys.common.context import Run
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
-from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.services import model_dir, service_env
 
 
@@ -17,9 +16,7 @@ def deploy(run: Run) -> None:
         run_unless(
             name="model: the built-in one",
             check=("python3", script, "--check", here),
-            # the marker is for the host report; what counts is the check of every byte
-            command=f"python3 {script} --out {here} && "
-            f'echo \'{{"digest": "{BUILTIN_DIGEST}"}}\' > {here}/.kvhost-complete.json',
+            command=f"python3 {script} --out {here} > /dev/null",
             when_ok=lambda state: bool(state["ok"]),
         )
         return

@@ -58,14 +58,16 @@ MLP_STD = 1.0
 LOGIT_STD = 4.0  # nats
 
 # sha256 of each file, and of the sorted lines "NAME SHA256\n" of them all.
+# The first tells the host report that the directory is whole: it is named in the manifest too.
 MANIFEST: dict[str, str] = {
+    ".kvhost-complete.json": "35e215b982c61ce68e41da5cb7ad50a067d553a42184999d37fafbbb468ed579",
     "config.json": "e21d40422eb33755f3c67ba621f73a6ee4e63696e57ebd8305c861a4a1d44585",
     "generation_config.json": "0eaff214d0367b3d5cb845c84bdb9ef872112e7688cfe842271d4d13496ddfbe",
     "model.safetensors": "9586a26f7445ce498739da19fcdc2e041202ab6c57aed8e97ee06fdf3d7b021d",
     "tokenizer.json": "9696c862a48c9e964dec275a504a2f88db66274dda3badf33dcad167c0c04b2f",
     "tokenizer_config.json": "004adff1bd600739acbffe27bfa43b7ed9442700c916f048123546fd9d8d645b",
 }
-DIGEST = "89a5b827b3a336099a4d8ec3fd82add468d4491c211ca3276fe40f0f88e6143c"
+DIGEST = "bfed1c097466cb8021f7cf9febe736cb24881b574a5052f32e24ee0b007a4d05"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -247,6 +249,7 @@ def files() -> Iterator[tuple[str, Iterator[bytes]]]:
     def text(value: dict[str, Any]) -> Iterator[bytes]:
         yield (json.dumps(value, indent=1, ensure_ascii=True) + "\n").encode()
 
+    yield ".kvhost-complete.json", text({"model": "kvhost-builtin"})
     yield "config.json", text(config())
     yield "generation_config.json", text({"bos_token_id": BOS, "eos_token_id": EOS})
     yield "model.safetensors", safetensors()

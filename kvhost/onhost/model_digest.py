@@ -172,7 +172,8 @@ def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, A
     # of other models, what was learnt is kept; of this one, only what is still there
     fresh = {path: entry for path, entry in cache.items() if os.path.dirname(path) != folder}
     lines, total, weight_bytes = [], 0, 0
-    for name in (name for name in names if name.endswith(SUFFIXES)):
+    # a name with a dot in front is a note of kvhost's or of a downloader's, nothing of the model
+    for name in (n for n in names if n.endswith(SUFFIXES) and not n.startswith(".")):
         path = os.path.join(folder, name)
         try:
             st = os.stat(path)
