@@ -76,29 +76,33 @@ OTHER_BOOT = {"boot_id": "00000000-0000-0000-0000-000000000000"}
 @pytest.mark.parametrize(
     ("unclean", "record", "removes"),
     [
-        ("auto", {**OTHER_BOOT, "clean_stop": False}, True),
-        ("auto", {**OTHER_BOOT, "clean_stop": None}, True),
-        ("auto", OTHER_BOOT, True),
-        ("auto", {**OTHER_BOOT, "clean_stop": True}, False),
-        ("auto", {"boot_id": pruner.boot_id(), "clean_stop": False}, False),
-        ("auto", {"clean_stop": False}, False),
-        ("auto", None, False),
-        ("no", {**OTHER_BOOT, "clean_stop": False}, False),
-        ("yes", None, True),
-        ("yes", {"boot_id": pruner.boot_id(), "clean_stop": True}, True),
+        (False, {**OTHER_BOOT, "clean_stop": False}, True),
+        (False, {**OTHER_BOOT, "clean_stop": None}, True),
+        (False, OTHER_BOOT, True),
+        (False, {**OTHER_BOOT, "clean_stop": True}, False),
+        (False, {"boot_id": pruner.boot_id(), "clean_stop": False}, False),
+        (False, {}, False),
+        (False, None, False),
+        (False, "{broken", True),
+        (False, "[]", True),
+        (True, {**OTHER_BOOT, "clean_stop": True}, True),
+        (True, {"boot_id": pruner.boot_id(), "clean_stop": False}, False),
+        (True, None, True),
     ],
 )
 def test_sweep_drops_what_may_not_have_been_synced(
-    tier: Path, tmp_path: Path, unclean: str, record: dict[str, object] | None, removes: bool
+    tier: Path, tmp_path: Path, unclean: bool, record: dict[str, object] | str | None, removes: bool
 ) -> None:
     """Only after the machine, not the process, stopped; reckoned from the newest file."""
     for name, age in (("00", HOUR), ("01", HOUR + 55), ("02", HOUR + 65), ("03", 9 * HOUR)):
         put(tier, "ns-aa", name, age_s=age)
     put(tier, "ns-aa", "04", age_s=-HOUR)  # of the future: the clock was wrong
-    extra: list[str | Path] = ["--unclean", unclean, "--unsynced-seconds", "60"]
+    extra: list[str | Path] = ["--unsynced-seconds", "60", "--record", tmp_path / "record"]
+    if unclean:
+        extra.append("--unclean")
     if record is not None:
-        (tmp_path / "record").write_text(json.dumps(record))
-        extra += ["--record", tmp_path / "record"]
+        text = record if isinstance(record, str) else json.dumps(record)
+        (tmp_path / "record").write_text(text)
     status = sweep(tier, *extra)
     kept = {"02.data", "03.data"} if removes else {f"0{i}.data" for i in range(5)}
     assert names(tier) == kept

@@ -329,13 +329,25 @@ def unsynced_since(args: argparse.Namespace, scan: Scan) -> int | None:
     When it stopped is not known; the newest file was written before, and reckoning from there
     removes rather more than less.
     """
-    record = json.loads(Path(args.record).read_text()) if args.record else {}
-    here = boot_id()
-    other_boot = record.get("boot_id", here) != here and record.get("clean_stop") is not True
-    if args.unclean == "no" or (args.unclean == "auto" and not other_boot):
+    record = read_record(args.record)
+    in_order = record.get("clean_stop") is True if record else True
+    this_boot = record.get("boot_id") == boot_id()
+    if (in_order and not args.unclean) or this_boot:
         return None
     newest = max((f.mtime for f in scan.files if f.mtime <= time.time_ns()), default=0)
     return newest - int(args.unsynced_seconds * 10**9)
+
+
+def read_record(path: str | None) -> Status:
+    """What launch.py wrote of the run that ended; empty if that is not known."""
+    try:
+        record = json.loads(Path(path).read_text()) if path else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as why:
+        log(f"{path} cannot be read, taken as an unclean stop of another boot: {why}")
+        return {"clean_stop": False}
+    return record if isinstance(record, dict) else {"clean_stop": False}
 
 
 def writeback_seconds() -> float:
@@ -489,9 +501,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         add("--tier", required=True, help=f"directory that holds ns-*/ and {MARKER}")
         add("--current", action="append", default=[], help="namespace in use; repeatable")
         if command == "sweep":
-            add("--unclean", choices=("auto", "yes", "no"), default="auto", help="see --record")
-            auto = "auto: unclean when boot_id is another's and clean_stop is not true"
-            add("--record", help=f"JSON on the run that ended; {auto}")
+            add("--unclean", action="store_true", help="the run before did not stop in order")
+            add("--record", help="what launch.py wrote of that run (JSON: boot_id, clean_stop)")
             window = "what was written this shortly before an unclean stop goes (%(default)s)"
             add("--unsynced-seconds", type=float, default=writeback_seconds(), help=window)
         else:
