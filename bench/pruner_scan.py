@@ -1,6 +1,6 @@
 """How long one pass of the pruner takes over many files.
 
-    python bench/pruner_scan.py --files 100000 --dir /var/tmp/scan
+    python -m bench.pruner_scan --files 100000 --dir /var/tmp/scan
 
 Files hold one block each: a pass reads inodes, never contents, so their size does not matter.
 Prints a table: a scan with a warm cache of inodes, one with a cold cache (as root only), one that
