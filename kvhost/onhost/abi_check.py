@@ -8,23 +8,28 @@ last line; state is ok, FAIL or n/a (n/a: there is nothing to check on this acce
 not the same as passed). Exit 0 when all are ok, else 1.
 """
 
+# the engine is not there where types are checked
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import importlib.metadata
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 
-CHECKS = []
+Check = Callable[[], str]
+CHECKS: list[tuple[str, Check]] = []
 
 
-def check(name):
-    def register(function):
+def check(name: str) -> Callable[[Check], Check]:
+    def register(function: Check) -> Check:
         CHECKS.append((name, function))
         return function
 
@@ -32,7 +37,7 @@ def check(name):
 
 
 @check("writable places")
-def writable_places():
+def writable_places() -> str:
     for variable in ("HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "TMPDIR"):
         folder = os.environ.get(variable)
         if not folder:
@@ -43,41 +48,44 @@ def writable_places():
 
 
 @check("libnuma")
-def libnuma():
+def libnuma() -> str:
     # without it vLLM logs "Failed to import from vllm._C" and goes on without compiled ops
     ctypes.CDLL("libnuma.so.1")
     return "libnuma.so.1 loads"
 
 
 @check("torch")
-def torch_build():
+def torch_build() -> str:
     import torch
 
     if "+cpu" not in torch.__version__:
         raise RuntimeError(f"torch {torch.__version__} is not a CPU build")
     if float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) != 512.0:
         raise RuntimeError("torch multiplies wrongly")
-    return torch.__version__
+    return str(torch.__version__)
 
 
 @check("numba caches")
-def numba_caches():
+def numba_caches() -> str:
     # imported the way LMCache does it: a function that cannot be cached degrades LMCache to
     # "CLI-only mode", with only a warning
     from numba import njit
 
-    source = os.path.join(tempfile.mkdtemp(), "kvhost_abi_numba.py")
-    with open(source, "w", encoding="utf-8") as handle:
-        handle.write("def double(x):\n    return x + x\n")
-    sys.path.insert(0, os.path.dirname(source))
-    double = njit(cache=True)(importlib.import_module("kvhost_abi_numba").double)
-    if double(21) != 42:
-        raise RuntimeError("numba computes wrongly")
-    return "in {}".format(os.environ["NUMBA_CACHE_DIR"])
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "kvhost_abi_numba.py"), "w", encoding="utf-8") as handle:
+            handle.write("def double(x):\n    return x + x\n")
+        sys.path.insert(0, folder)
+        try:
+            double = njit(cache=True)(importlib.import_module("kvhost_abi_numba").double)
+            if double(21) != 42:
+                raise RuntimeError("numba computes wrongly")
+        finally:
+            sys.path.remove(folder)
+    return "in " + os.environ["NUMBA_CACHE_DIR"]
 
 
 @check("vllm")
-def vllm_version():
+def vllm_version() -> str:
     import vllm
 
     named = importlib.metadata.version("vllm")
@@ -87,7 +95,7 @@ def vllm_version():
 
 
 @check("vllm compiled ops")
-def vllm_ops():
+def vllm_ops() -> str:
     import torch
     import vllm._custom_ops  # noqa: F401  (loads the extension that fits this CPU)
     from vllm.platforms import current_platform
@@ -106,68 +114,82 @@ def vllm_ops():
 
 
 @check("lmcache")
-def lmcache_native():
-    import lmcache
+def lmcache_native() -> str:
     from lmcache import device_ops  # noqa: F401  (missing when LMCache degraded itself)
 
     for name in ("lmcache.lmcache_native", "lmcache.lmcache_fs"):
         importlib.import_module(name)
-    return "{}, lmcache_native and lmcache_fs load".format(importlib.metadata.version("lmcache"))
+    version = importlib.metadata.version("lmcache")
+    return f"{version}, lmcache_native and lmcache_fs load"
 
 
 @check("lmcache server")
-def lmcache_server():
+def lmcache_server() -> str:
     from lmcache.cli.main import main  # noqa: F401
 
     return "command line loads"
 
 
 @check("MP connector")
-def mp_connector():
+def mp_connector() -> str:
     module = importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
-    return module.LMCacheMPConnector.__name__
+    return str(module.LMCacheMPConnector.__name__)
 
 
 @contextlib.contextmanager
-def stderr_copy():
-    """All that this process writes to file descriptor 2 (compiled code too), also shown."""
-    kept, spool = os.dup(2), tempfile.TemporaryFile()
-    os.dup2(spool.fileno(), 2)
-    text = []
+def stderr_copy() -> Iterator[Callable[[], str]]:
+    """Gathers all that this process writes to file descriptor 2, compiled code too.
+
+    Gives a function that returns it, and passes it on at the end. A crash of compiled code shows
+    on the true stderr, with the check that it happened in.
+    """
+    kept = os.dup(2)
     try:
-        yield text
+        with tempfile.TemporaryFile() as spool:
+            faulthandler.enable(kept)
+            os.dup2(spool.fileno(), 2)
+
+            def text() -> str:
+                spool.seek(0)
+                return spool.read().decode(errors="replace")
+
+            try:
+                yield text
+            finally:
+                os.dup2(kept, 2)
+                sys.stderr.write(text())
+                sys.stderr.flush()
     finally:
-        os.dup2(kept, 2)
-        spool.seek(0)
-        text.append(spool.read().decode(errors="replace"))
-        sys.stderr.write(text[0])
+        faulthandler.disable()
+        os.close(kept)
 
 
 DEGRADED = ("CLI-only mode", "Failed to import from vllm._C", "compiled extension not found")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run_check(name: str, function: Check) -> dict[str, str]:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return {"name": name, "state": "ok", "detail": str(function())}
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever an import throws, SystemExit too, is the finding
+        text = f"{type(error).__name__}: {error}"
+        return {"name": name, "state": "FAIL", "detail": " ".join(text.split())[:300]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accelerator", choices=["cpu"], required=True)
     parser.parse_args()
-    results = []
-    with stderr_copy() as log:
-        for name, function in CHECKS:
-            try:
-                with contextlib.redirect_stdout(sys.stderr):
-                    entry = {"name": name, "state": "ok", "detail": str(function())}
-            except BaseException as error:  # whatever an import throws is the finding
-                text = f"{type(error).__name__}: {error}"
-                entry = {"name": name, "state": "FAIL", "detail": " ".join(text.split())[:300]}
-            results.append(entry)
-    seen = [text for text in DEGRADED if text in log[0]]
+    with stderr_copy() as logged:
+        results = [run_check(name, function) for name, function in CHECKS]
+        seen = [text for text in DEGRADED if text in logged()]
     results.append(
         {
             "name": "no silent fallback",
             "state": "FAIL" if seen else "ok",
-            "detail": "logged: {}".format("; ".join(seen))
-            if seen
-            else "none of the known log lines",
+            "detail": "logged: " + "; ".join(seen) if seen else "none of the known log lines",
         }
     )
     for name in ("CUDA runtime", "lmcache.cuda_ops", "GPU store and load"):

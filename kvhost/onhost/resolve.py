@@ -7,6 +7,8 @@ names the KV cache's directory is taken from what will be computed, not from wha
 Exit 0: FILE is written. Exit 1: vLLM refuses the configuration (its reason is on stderr).
 """
 
+# the engine is not there where types are checked
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse
@@ -16,15 +18,17 @@ import json
 import os
 import platform
 import sys
+from typing import Any
 
 
-def resolved(path):
+def resolved(path: str) -> dict[str, Any]:
+    """What vLLM 0.32 makes of its YAML configuration. Raises whatever vLLM raises."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(["serve", "--config", path][1:])
+    args = parser.parse_args(["--config", path])
     engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     model, cache, parallel = engine.model_config, engine.cache_config, engine.parallel_config
     text = model.hf_text_config
@@ -51,25 +55,34 @@ def resolved(path):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write(path: str, answer: dict[str, Any]) -> None:
+    with open(path + ".new", "w", encoding="utf-8") as handle:
+        json.dump(answer, handle, indent=1, sort_keys=True)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(path + ".new", path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True, help="vLLM's YAML configuration")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = resolved(options.config)
-        except SystemExit as error:  # the argument parser's way of refusing
-            return 1 if error.code else 0
-        except Exception as error:
-            print(f"vLLM refuses {options.config}: {error}", file=sys.stderr)
+        except SystemExit:  # the argument parser's way of refusing; it has said why
+            print(f"vLLM refuses {options.config}", file=sys.stderr)
             return 1
-    temporary = options.out + ".new"
-    with open(temporary, "w", encoding="utf-8") as handle:
-        json.dump(answer, handle, indent=1, sort_keys=True)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, options.out)
+        except Exception as error:  # of any kind: what vLLM raises is its answer
+            why = f"{type(error).__name__}: {error}"
+            print(f"vLLM refuses {options.config}: {why}", file=sys.stderr)
+            return 1
+    try:
+        write(options.out, answer)
+    except OSError as error:
+        print(f"resolve: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
