@@ -247,7 +247,7 @@ def test_a_service_that_does_not_come_back_is_told_with_its_last_log_lines(host:
     subprocess.run(host.command("start", "runner"), check=True)  # for the fixture's stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_still_cleans_up_and_writes_the_evidence(host: Host, number: int) -> None:
     host.mode(fault={"restored": "hang"})
     process = host.start()
@@ -279,6 +279,30 @@ def test_what_is_written_after_a_signal_is_removed_too(host: Host) -> None:
     cleanup = host.evidence().cleanup
     assert cleanup is not None and cleanup.removed == 8, told
     assert host.files() == []
+
+
+def test_a_signal_does_not_leave_a_service_stopped(host: Host) -> None:
+    restart, begun = host.command("restart", "cache"), host.state / "begun"
+    slow = ["sh", "-c", f'touch {begun}; kill -9 {host.pid("cache")}; sleep 2; exec "$@"', "sh"]
+    host.config["services"]["cache"]["restart"] = [*slow, *restart]
+    pid = host.pid("cache")
+    process = host.start()
+    deadline = time.monotonic() + 30
+    while not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert host.evidence().interrupted == "SIGTERM"
+    assert host.pid("cache") != pid and probe.process(host.pid("cache")) is not None
+    assert host.files() == []
+
+
+def test_the_test_goes_on_when_nobody_reads_its_progress(host: Host) -> None:
+    process = host.start()
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert judge(host.evidence()).persisted == "PASS"
 
 
 def test_files_that_cannot_be_told_apart_are_left_and_told(host: Host) -> None:

@@ -19,7 +19,8 @@ verb, role, port, state = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4
 record = state / f"{role}.json"
 if verb == "restart":
     pid = json.loads(record.read_text())["pid"]
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
         time.sleep(0.02)
 with (state / f"{role}.log").open("ab") as log:
