@@ -5,17 +5,15 @@ engine.py install --lock F --env DIR ...   venv, packages (every one by hash), A
 engine.py status  --env DIR                is it complete and untouched? JSON, exit 0
 engine.py switch  --env DIR --current LINK point the symlink at a complete environment
 
-The packages come from where the host's own pip configuration says (index, extra indexes,
-find-links, certificate, proxy), handed to uv by environment variables, so that credentials in a
-URL are in no process list. An environment without its marker is unfinished and is built anew.
+The packages come from where the host's own pip configuration says (engine_pip.py). An environment
+without its marker is unfinished and is built anew; one that was changed since it was built stays
+beside as DIR.damaged, and comes back if the new one fails.
 Exit: 0 done, 1 failed (the reason is on stderr; the current environment is as it was).
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import errno
 import hashlib
 import json
 import os
@@ -26,106 +24,38 @@ import subprocess
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost import engine_pip
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import engine_pip
 
 MARKER = ".kvhost-complete.json"
 STEPS = ("wiped", "venv", "packages", "abi", "marker", "switch")
+ABI_LIMIT_S = 900
 
 
-def step_done(name):
+class Failed(Exception):
+    """Why, for people."""
+
+
+def step_done(name: str) -> None:
     """Tests stop the run dead after any step: KVHOST_TEST_DIE_AFTER=engine:venv."""
     if os.environ.get("KVHOST_TEST_DIE_AFTER") == "engine:" + name:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def say(text):
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fail(text):
-    say("engine: " + text)
-    sys.exit(1)
+def tail(text: str, lines: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])
 
 
-# What pip is told on this host, for uv
-
-
-def pip_settings(pip_python):
-    """Settings of pip on this host, the strongest source of each: {'index-url': '…', …}."""
-    done = subprocess.run(
-        [pip_python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        fail("could not read the host's pip configuration:\n" + done.stderr.strip())
-    return parse_pip_settings(done.stdout)
-
-
-def parse_pip_settings(text):
-    """`pip config list` names a source in each key; install beats global, the environment both."""
-    rank = {"global": 0, "install": 1, ":env:": 2}
-    best = {}
-    for line in text.splitlines():
-        key, sep, value = line.partition("=")
-        source, dot, option = key.rpartition(".")
-        if not sep or not dot or source not in rank:
-            continue
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            continue
-        if option not in best or rank[source] >= best[option][0]:
-            best[option] = (rank[source], str(value))
-    return {option: value for option, (_, value) in best.items()}
-
-
-def uv_environment(pip, wheels, torch_index, cache):
-    """Environment of uv: the same places that pip would look at, and the wheels of kvhost."""
-    env = dict(os.environ)
-    if pip.get("index-url"):
-        env["UV_DEFAULT_INDEX"] = pip["index-url"]
-    extra = pip.get("extra-index-url", "").split() + ([torch_index] if torch_index else [])
-    if extra:
-        env["UV_EXTRA_INDEX_URL"] = " ".join(extra)
-    env["UV_FIND_LINKS"] = ",".join([*pip.get("find-links", "").split(), wheels])
-    if pip.get("cert"):
-        env["SSL_CERT_FILE"] = pip["cert"]
-    if pip.get("client-cert"):
-        env["SSL_CLIENT_CERT"] = pip["client-cert"]
-    if pip.get("trusted-host"):
-        env["UV_INSECURE_HOST"] = pip["trusted-host"]
-    if pip.get("proxy"):
-        env.setdefault("ALL_PROXY", pip["proxy"])
-    if pip.get("timeout") or pip.get("default-timeout"):
-        env["UV_HTTP_TIMEOUT"] = pip.get("timeout") or pip["default-timeout"]
-    if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
-        env["UV_NO_INDEX"] = "1"
-    # Several indexes may offer a package; which file is right is said by the hash alone.
-    env["UV_INDEX_STRATEGY"] = "unsafe-best-match"
-    env["UV_CACHE_DIR"] = cache
-    env["UV_NO_PROGRESS"] = "1"
-    env["UV_PYTHON_DOWNLOADS"] = "never"
-    return env
-
-
-def needs_torch_index(uv, pip, args):
-    """Whether the host's own places do not offer the locked torch (a CPU build is not on PyPI)."""
-    with open(args.lock, encoding="utf-8") as lock:
-        pins = [line.split()[0] for line in lock if line.startswith("torch==")]
-    if not pins or not args.torch_index:
-        return False
-    done = subprocess.run(
-        [uv, "pip", "install", "--dry-run", "--no-deps", "--python", args.env, pins[0]],
-        env=uv_environment(pip, args.wheels, None, args.cache),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode != 0
-
-
-# Progress, digests, running as the service's user
-
-
-def tree_bytes(folder):
+def tree_bytes(folder: str) -> int:
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -136,132 +66,241 @@ def tree_bytes(folder):
     return total
 
 
-def watch(folder, stop, began):
+def watch(folder: str, stop: threading.Event) -> None:
+    began = time.monotonic()
     while not stop.wait(10):
-        say("  ... %d MB on disk after %d s" % (tree_bytes(folder) >> 20, time.time() - began))
+        say(f"  ... {tree_bytes(folder) >> 20} MB on disk after {time.monotonic() - began:.0f} s")
 
 
-def tree_manifest(env):
-    """Digest over path, size, mode and mtime of every file, so that a later edit is seen."""
+def remove(path: str) -> None:
+    """Whatever it is; a link is not followed. Raises OSError."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+# Whether an environment is whole
+
+
+def tree_manifest(env: str) -> dict[str, Any]:
+    """Digest over path, size, mode, owner and mtime of all in it, so that a later edit is seen.
+
+    Bytecode is left out: root runs the environment's Python by hand, and it appears.
+    Raises OSError.
+    """
+
+    def unreadable(error: OSError) -> None:
+        raise error
+
     digest, files, size = hashlib.sha256(), 0, 0
-    for root, folders, names in os.walk(env):
-        folders.sort()
-        for name in sorted(names):
+    for root, folders, names in os.walk(env, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in [".", *folders, *sorted(names)]:
             path = os.path.join(root, name)
-            if name == MARKER and root == env:
-                continue
+            if (name == MARKER and root == env) or (name in folders and not os.path.islink(path)):
+                continue  # a directory is its own "."
             st = os.lstat(path)
-            line = (os.path.relpath(path, env), st.st_size, oct(st.st_mode), st.st_mtime_ns)
+            line: tuple[Any, ...] = (os.path.relpath(path, env), oct(st.st_mode), st.st_uid)
+            if name != ".":
+                target = os.readlink(path) if os.path.islink(path) else None
+                line = (*line, st.st_size, st.st_mtime_ns, target)
+                files += 1
+                size += st.st_size
             digest.update(repr(line).encode())
-            files += 1
-            size += st.st_size
     return {"manifest": digest.hexdigest(), "files": files, "bytes": size}
 
 
-def as_user(user, argv):
-    """argv run with the identity of the service's user (unchanged where we are that user)."""
-    account = pwd.getpwnam(user)
-    if account.pw_uid == os.geteuid():
-        return argv
-    ids = ["--reuid", str(account.pw_uid), "--regid", str(account.pw_gid), "--init-groups"]
-    return ["setpriv", *ids, "--inh-caps=-all", *argv]
-
-
-def abi_check(args):
-    """Runs the proof with the identity and the environment that the services will have."""
-    with open(args.service_env, encoding="utf-8") as handle:
-        service_env = json.load(handle)
-    argv = [os.path.join(args.env, "bin", "python"), args.abi_script, "--accelerator", "cpu"]
-    done = subprocess.run(
-        as_user(args.user, argv),
-        env=service_env,
-        cwd=service_env.get("HOME", "/"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def read_marker(env: str) -> dict[str, Any] | None:
+    """None without one. Raises OSError, ValueError."""
     try:
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        fail("the ABI check gave no result (exit %d):\n%s" % (done.returncode, tail(done.stderr)))
-    for check in result["checks"]:
-        say("  %-4s %-22s %s" % (check["state"], check["name"], check["detail"]))
-    if not result["ok"]:
-        fail(f"the ABI check failed in {args.env}; the current environment is as it was")
-    return result["checks"]
+        with open(os.path.join(env, MARKER), encoding="utf-8") as handle:
+            marker = json.load(handle)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not isinstance(marker, dict):
+        raise ValueError("not a JSON object")
+    return marker
 
 
-def tail(text, lines=15):
-    return "\n".join(text.strip().splitlines()[-lines:])
-
-
-# The commands
-
-
-def install(args):
-    if is_complete(args.env)["complete"]:
-        say("complete already: " + args.env)
-        return
-    began = time.time()
-    if os.path.lexists(args.env):
-        say("an unfinished environment is here; building it anew")
-        shutil.rmtree(args.env)
-    step_done("wiped")
-    pip = pip_settings(args.pip_python)
-    run_uv(args, ["venv", "--python", args.python, args.env], pip, None)
-    step_done("venv")
-    torch_index = args.torch_index if needs_torch_index(args.uv, pip, args) else None
-    if torch_index:
-        say(f"torch: from {torch_index} (the host's pip configuration does not offer it)")
-    stop = threading.Event()
-    threading.Thread(target=watch, args=(args.env, stop, began), daemon=True).start()
-    say(f"installing {os.path.basename(args.lock)}")
+def is_complete(env: str) -> dict[str, Any]:
+    """{"complete": bool, "why": str|None}: the marker is there and the tree is as it was."""
     try:
-        run_uv(
-            args,
-            ["pip", "install", "--python", args.env, "--no-deps", "--require-hashes"]
-            + ["--no-build", "-r", args.lock],
-            pip,
-            torch_index,
+        marker = read_marker(env)
+        if marker is None:
+            return {"complete": False, "why": "not built"}
+        if os.path.islink(env):
+            return {"complete": False, "why": "a link, not a directory"}
+        now = tree_manifest(env)
+    except (OSError, ValueError) as error:
+        return {"complete": False, "why": f"unreadable: {error}"}
+    if now["manifest"] != marker.get("manifest"):
+        then = marker.get("files")
+        why = f"changed since it was built ({then} files then, {now['files']} now)"
+        return {"complete": False, "why": why}
+    if os.path.lexists(damaged(env)):
+        return {"complete": False, "why": f"built, but {damaged(env)} is not removed yet"}
+    return {"complete": True, "why": None, "lock": marker.get("lock"), "bytes": now["bytes"]}
+
+
+def damaged(env: str) -> str:
+    """Where a changed environment waits until the new one is proven."""
+    return env + ".damaged"
+
+
+def has_marker(env: str) -> bool:
+    return not os.path.islink(env) and os.path.lexists(os.path.join(env, MARKER))
+
+
+# Building
+
+
+def with_parent(argv: list[str], user: str | None = None) -> list[str]:
+    """argv so that it dies with this process, with the identity of ``user`` if that is another."""
+    ids: list[str] = []
+    if user is not None:
+        try:
+            account = pwd.getpwnam(user)
+        except KeyError:
+            raise Failed(f"there is no user {user} on this host") from None
+        if account.pw_uid != os.geteuid():
+            ids = ["--reuid", str(account.pw_uid), "--regid", str(account.pw_gid)]
+            ids += ["--init-groups", "--inh-caps=-all"]
+    return ["setpriv", *ids, "--pdeathsig", "KILL", *argv]
+
+
+class Build:
+    """One installation. Every method raises Failed or OSError."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.env: str = args.env
+        try:
+            self.pip = engine_pip.read_settings(args.pip_python)
+        except (OSError, ValueError) as error:
+            raise Failed(f"the host's pip configuration cannot be read: {error}") from error
+        self.torch_index: str | None = None
+
+    def make_room(self) -> None:
+        """Nothing lies at the place of the environment; what may still serve waits beside it."""
+        os.makedirs(os.path.dirname(self.env), exist_ok=True)
+        if has_marker(self.env):
+            say(f"{self.env} was changed since it was built; building it anew")
+            remove(damaged(self.env))
+            os.rename(self.env, damaged(self.env))
+        elif os.path.lexists(self.env):
+            say("an unfinished environment is here; building it anew")
+            remove(self.env)
+        if os.path.lexists(damaged(self.env)):
+            # uv links files from its cache: an edit in the one is an edit in the other
+            remove(self.args.cache)
+
+    def undo(self) -> None:
+        """Removes what is unfinished, and puts back what was there."""
+        if not has_marker(self.env):
+            shutil.rmtree(self.env, ignore_errors=True)
+        if os.path.isdir(damaged(self.env)) and not os.path.lexists(self.env):
+            os.rename(damaged(self.env), self.env)
+
+    def uv(self, command: list[str], torch_index: str | None) -> subprocess.CompletedProcess[str]:
+        args = self.args
+        env = engine_pip.uv_environment(self.pip, args.wheels, torch_index, args.cache, os.environ)
+        return subprocess.run(
+            with_parent([args.uv, *command]), env=env, capture_output=True, text=True, check=False
         )
-    finally:
-        stop.set()
-    # umask of whoever runs this may be strict: the service's user must be able to read it all
-    subprocess.run(["chmod", "-R", "go+rX,go-w", args.env], check=True)
-    step_done("packages")
-    say(f"ABI check, as user {args.user}")
-    checks = abi_check(args)
-    step_done("abi")
-    marker = {"lock": args.lock_digest, "abi": checks, **tree_manifest(args.env)}
-    write_marker(args.env, marker)
-    step_done("marker")
-    say("built in %d s, %d MB on disk" % (time.time() - began, marker["bytes"] >> 20))
+
+    def run_uv(self, command: list[str]) -> None:
+        done = self.uv(command, self.torch_index)
+        if done.returncode != 0:
+            above = os.path.dirname(self.env)
+            free = shutil.disk_usage(above).free >> 20  # before anything is removed
+            places = engine_pip.places(self.pip, self.torch_index)
+            hint = engine_pip.hint(done.stderr, places, f"{free} MB are free below {above}")
+            if "os error 28" in done.stderr:
+                shutil.rmtree(self.args.cache, ignore_errors=True)  # the services need the room
+            reason = engine_pip.mask(tail(done.stderr)) or f"exit {done.returncode}"
+            raise Failed(f"uv could not install:\n{reason}\n{hint}".rstrip())
+
+    def choose_torch_index(self) -> None:
+        """The index is used when the host's own places lack the locked torch (a CPU build)."""
+        index = self.args.torch_index
+        flags = engine_pip.uv_flags(self.pip)
+        with open(self.args.lock, encoding="utf-8") as lock:
+            pins = [line.split()[0] for line in lock if line.startswith("torch==")]
+        if not pins or not index or flags:
+            return
+        dry = ["pip", "install", "--dry-run", "--no-deps", "--python", self.env, pins[0]]
+        if self.uv(dry, None).returncode != 0:
+            self.torch_index = index
+            where = engine_pip.mask(index)
+            say(f"torch: from {where} (the host's pip configuration does not offer it)")
+
+    def packages(self) -> None:
+        for link in engine_pip.find_links(self.pip)[1]:
+            say(f"pip's find-links {engine_pip.mask(link)} is not there: passed over")
+        self.choose_torch_index()
+        say(f"installing {os.path.basename(self.args.lock)}")
+        stop = threading.Event()
+        watcher = threading.Thread(target=watch, args=(self.env, stop), daemon=True)
+        watcher.start()
+        try:
+            install = ["pip", "install", "--python", self.env, "--no-deps", "--require-hashes"]
+            flags = engine_pip.uv_flags(self.pip)
+            self.run_uv([*install, "--no-build", *flags, "-r", self.args.lock])
+        finally:
+            stop.set()
+            watcher.join()
+        # umask of whoever runs this may be strict: the service's user must be able to read it all
+        subprocess.run(["chmod", "-R", "go+rX,go-w", self.env], check=True)
+
+    def abi_check(self) -> list[dict[str, str]]:
+        """The proof, with the identity and the environment that the services will have."""
+        say(f"ABI check, as user {self.args.user}")
+        argv = [os.path.join(self.env, "bin", "python"), self.args.abi_script]
+        argv += ["--accelerator", "cpu"]
+        try:
+            with open(self.args.service_env, encoding="utf-8") as handle:
+                env = json.load(handle)
+            done = subprocess.run(
+                with_parent(argv, self.args.user), env=env, cwd=env.get("HOME", "/"),
+                capture_output=True, text=True, check=False, timeout=ABI_LIMIT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise Failed(f"the ABI check did not end within {ABI_LIMIT_S} s") from error
+        try:
+            result = json.loads(done.stdout.strip().splitlines()[-1])
+            checks: list[dict[str, str]] = result["checks"]
+            for check in checks:
+                say(f"  {check['state']:<4} {check['name']:<22} {check['detail']}")
+            ok = result["ok"] is True
+        except (ValueError, LookupError, TypeError):
+            why = tail(done.stderr)
+            raise Failed(f"the ABI check gave no result (exit {done.returncode}):\n{why}") from None
+        if not ok:
+            failed = [check["name"] for check in checks if check["state"] == "FAIL"]
+            raise Failed(f"the ABI check failed: {', '.join(failed)} (see above)")
+        return checks
+
+    def run(self) -> None:
+        began = time.monotonic()
+        self.make_room()
+        step_done("wiped")
+        self.run_uv(["venv", "--python", self.args.python, self.env])
+        step_done("venv")
+        self.packages()
+        step_done("packages")
+        checks = self.abi_check()
+        step_done("abi")
+        marker = {"lock": self.args.lock_digest, "abi": checks, **tree_manifest(self.env)}
+        write_marker(self.env, marker)
+        step_done("marker")
+        remove(damaged(self.env))
+        say(f"built in {time.monotonic() - began:.0f} s, {marker['bytes'] >> 20} MB on disk")
 
 
-def run_uv(args, command, pip, torch_index):
-    done = subprocess.run(
-        [args.uv, *command],
-        env=uv_environment(pip, args.wheels, torch_index, args.cache),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return
-    shutil.rmtree(args.env, ignore_errors=True)
-    reason = tail(done.stderr)
-    free = shutil.disk_usage(os.path.dirname(args.env)).free >> 20
-    if os.strerror(errno.ENOSPC) in done.stderr:
-        hint = "The disk is full (%d MB free below %s)." % (free, os.path.dirname(args.env))
-        shutil.rmtree(args.cache, ignore_errors=True)
-    elif "hash" in done.stderr.lower() and "mismatch" in done.stderr.lower():
-        hint = "A file is not the one that was locked: do not work around this; look at the index."
-    else:
-        hint = "If no index can be reached: see the host's pip configuration (pip config list)."
-    fail(f"uv could not install:\n{reason}\n{hint}\nThe current environment is as it was.")
-
-
-def write_marker(env, marker):
+def write_marker(env: str, marker: dict[str, Any]) -> None:
+    # the marker must not outlive, through a loss of power, what it vouches for
+    subprocess.run(["sync", "-f", env], check=True)
     temporary = os.path.join(env, MARKER + ".new")
     with open(temporary, "w", encoding="utf-8") as handle:
         json.dump(marker, handle, indent=1)
@@ -270,36 +309,39 @@ def write_marker(env, marker):
     os.replace(temporary, os.path.join(env, MARKER))
 
 
-def is_complete(env):
-    """{"complete": bool, "why": str|None}: the marker is there and the tree is as it was."""
+# The commands
+
+
+def install(args: argparse.Namespace) -> None:
+    args.env = os.path.abspath(args.env)
+    if has_marker(args.env):
+        remove(damaged(args.env))  # a run was killed before it could
+    if is_complete(args.env)["complete"]:
+        say("complete already: " + args.env)
+        return
+    build = Build(args)
     try:
-        with open(os.path.join(env, MARKER), encoding="utf-8") as handle:
-            marker = json.load(handle)
-    except FileNotFoundError:
-        return {"complete": False, "why": "not built"}
-    except (OSError, ValueError) as error:
-        return {"complete": False, "why": f"marker unreadable: {error}"}
-    now = tree_manifest(env)
-    if now["manifest"] != marker.get("manifest"):
-        why = "changed since it was built (%s files then, %s now)"
-        return {"complete": False, "why": why % (marker.get("files"), now["files"])}
-    return {"complete": True, "why": None, "lock": marker.get("lock"), "bytes": marker["bytes"]}
+        build.run()
+    except BaseException:
+        build.undo()
+        raise
 
 
-def switch(args):
+def switch(args: argparse.Namespace) -> None:
     state = is_complete(args.env)
     if not state["complete"]:
-        fail("{} is {}: not switched".format(args.env, state["why"]))
+        raise Failed(f"{args.env} is {state['why']}: not switched")
+    if os.path.lexists(args.current) and not os.path.islink(args.current):
+        raise Failed(f"{args.current} is no symlink: move it away, kvhost does not remove it")
     temporary = args.current + ".new"
-    if os.path.lexists(temporary):
-        os.unlink(temporary)
+    remove(temporary)
     os.symlink(args.env, temporary)
     os.replace(temporary, args.current)
     step_done("switch")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("install", help="build and prove an environment")
     for name, help_text in (
@@ -323,13 +365,18 @@ def main():
     move.add_argument("--env", required=True)
     move.add_argument("--current", required=True)
     args = parser.parse_args()
-    if args.command == "install":
-        install(args)
-    elif args.command == "switch":
-        switch(args)
-    else:
-        print(json.dumps(is_complete(args.env)))
+    try:
+        if args.command == "install":
+            install(args)
+        elif args.command == "switch":
+            switch(args)
+        else:
+            print(json.dumps(is_complete(args.env)))
+    except (Failed, OSError, ValueError, subprocess.CalledProcessError) as error:
+        say(f"engine: {error}\nThe current environment is as it was.")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
