@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,11 @@ def digest_of(data: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def input_digest(vllm_config: str, model_digest: str, env_digest: str) -> str:
+def input_digest(
+    vllm_config: str, extra_args: Sequence[str], model_digest: str, env_digest: str
+) -> str:
     """Names a resolved configuration: the same inputs are resolved only once on a host."""
-    return digest_of([vllm_config, model_digest, env_digest])
+    return digest_of([vllm_config, list(extra_args), model_digest, env_digest])
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,19 @@ def namespace_of(
     model_revision: str | None,
     chunk_size: int,
     l2_adapter: str,
+    extra_args: Sequence[str],
 ) -> Namespace:
-    """From what resolve.py wrote (the engine's own word), never from the settings' "auto"."""
+    """From what resolve.py wrote (the engine's own word), never from the settings' "auto".
+
+    ``extra_args`` count as they stand: an argument may change the cache's bytes in a way that none
+    of the resolved fields tells of, and a needlessly new namespace is the cheaper mistake.
+    """
     fields = {
         "model_digest": model_digest,
         "model_revision": model_revision,
         "chunk_size": chunk_size,
         "l2_adapter": l2_adapter,
+        "extra_args": list(extra_args),
         **{
             key: resolved[key]
             for key in (

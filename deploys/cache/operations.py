@@ -40,6 +40,7 @@ def resolve(run: Run) -> Commands:
         (
             f"{run.paths.current}/bin/python", run.script("resolve"),
             "--config", f"{run.paths.etc}/vllm.yaml", "--out", draft,
+            "--", *run.settings.runner_extra_args,
         ),
     )  # fmt: skip
     # the log of a good answer is long and says nothing: it is shown only when it went wrong

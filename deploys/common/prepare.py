@@ -188,6 +188,7 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
     changes: dict[str, Any] = {
         "chunk_size": settings.chunk_size,
         "l2_adapter": settings.l2_adapter,
+        "extra_args": list(settings.runner_extra_args),
         "model_revision": settings.model_revision,
     }
     if settings.kv_cache_dtype != "auto":

@@ -55,6 +55,7 @@ class Late:
             model_revision=run.settings.model_revision,
             chunk_size=run.settings.chunk_size,
             l2_adapter=run.settings.l2_adapter,
+            extra_args=run.settings.runner_extra_args,
         )
 
     def namespace_dir(self, run: Run) -> str:
@@ -77,7 +78,9 @@ def look(run: Run) -> Late:
     if model["status"] != "ok":
         return Late(why=model["why"])
     digest = model["data"]["digest"]
-    name = input_digest(vllm_yaml(run), digest, run.lock.digest)[:24]
+    name = input_digest(vllm_yaml(run), run.settings.runner_extra_args, digest, run.lock.digest)[
+        :24
+    ]
     path = f"{run.paths.state}/resolved-{name}.json"
     resolved = host.get_fact(JsonFile, path=path)
     if resolved["status"] != "ok":

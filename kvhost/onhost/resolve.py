@@ -21,14 +21,14 @@ import sys
 from typing import Any
 
 
-def resolved(path: str) -> dict[str, Any]:
-    """What vLLM 0.32 makes of its YAML configuration. Raises whatever vLLM raises."""
+def resolved(path: str, extra: list[str]) -> dict[str, Any]:
+    """What vLLM 0.32 makes of its YAML configuration and further arguments. Raises whatever vLLM raises."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(["--config", path])
+    args = parser.parse_args(["--config", path, *extra])
     engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     model, cache, parallel = engine.model_config, engine.cache_config, engine.parallel_config
     text = model.hf_text_config
@@ -67,10 +67,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True, help="vLLM's YAML configuration")
     parser.add_argument("--out", required=True)
+    parser.add_argument("extra", nargs="*", help="after --: further arguments of vllm serve")
     options = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            answer = resolved(options.config)
+            answer = resolved(options.config, options.extra)
         except SystemExit:  # the argument parser's way of refusing; it has said why
             print(f"vLLM refuses {options.config}", file=sys.stderr)
             return 1

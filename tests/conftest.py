@@ -1,0 +1,35 @@
+"""Fixtures of the tests that go the whole way, and the tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e_tools import Site, make_site
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what is too long for the core tier")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full, tests of the full tier are deselected, and counted as such by pytest."""
+    if config.getoption("--full"):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    if full:
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A clean copy of the repository; nothing is provisioned yet."""
+    if os.geteuid() != 0:
+        pytest.fail("these tests provision this machine: run them as root (docs/testing.md)")
+    here = make_site(tmp_path_factory.mktemp("e2e"))
+    here.remove()
+    yield here
+    here.remove()
