@@ -116,6 +116,17 @@ def _dropped(facts: Facts, limits: Thresholds) -> Finding:
     return f"{cache.resident_after} of {cache.pages}", threshold, share <= limits.max_resident
 
 
+def _untouched(facts: Facts, limits: Thresholds) -> Finding:
+    request, written = facts.request("restored"), facts.evidence.written
+    need = (
+        math.ceil(limits.min_hit * written.expected_files) if written and written.new_files else 0
+    )
+    threshold = f">= {need} files"
+    if request is None or request.before is None or not need:
+        return None, threshold, None
+    return request.before.own_files, threshold, request.before.own_files >= need
+
+
 def _need(facts: Facts, limits: Thresholds) -> float:
     return limits.min_hit * facts.aligned
 
@@ -279,6 +290,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("written", "in L2 before the restart", "inconclusive", _written),
     Rule("dropped", "files out of page cache", "inconclusive", _dropped),
+    Rule("untouched", "files still as written", "inconclusive", _untouched),
     Rule("restored_answered", "answered after restart", "fail", _restored_answered),
     Rule("l2_hits", "from L2, says the cache", "fail", _l2_hits),
     Rule("l1_zero", "from L1, says the cache", "inconclusive", _l1_zero),

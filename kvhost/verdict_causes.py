@@ -224,6 +224,12 @@ TABLE: tuple[Row, ...] = (
         lambda f, m: _missed(m) and m.get("l2_hits") is False and _in_namespace(f, True),
     ),
     Row(
+        "files-touched",
+        "The test's files were changed or removed before the restored request.",
+        "Find out who writes to the namespace's directory besides the cache server and the pruner.",
+        lambda f, m: m.get("untouched") is False,
+    ),
+    Row(
         "rewritten",
         "KV was computed and written anew although hits were counted.",
         "See whether two configurations write to one directory.",

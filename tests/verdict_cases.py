@@ -216,6 +216,13 @@ CASES: tuple[Case, ...] = (
     Case("page cache nearly empty", "PASS", put("page_cache.resident_after", 327)),
     Case("page cache unknown", "INCONCLUSIVE", put("page_cache", None)),
     Case("not all files dropped", "INCONCLUSIVE", put("page_cache.files", 31)),
+    Case(
+        "files changed in between, the same answer",
+        "INCONCLUSIVE",
+        put(R + "before.own_files", 30),
+        "files-touched",
+    ),
+    Case("one file pruned", "PASS", put(R + "before.own_files", 31)),
     # after the restart
     Case("load fails the request", "FAIL", failed("restored"), "load-failed"),
     Case("nothing is answered", "INCONCLUSIVE", both(failed("restored"), failed("control"))),
