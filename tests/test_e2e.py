@@ -107,7 +107,7 @@ def test_the_key_is_nowhere_but_in_its_file(provisioned: Site, first: Done) -> N
 
 def test_what_was_broken_behind_its_back_is_seen_and_mended(provisioned: Site) -> None:
     base = provisioned.base
-    link = os.readlink(base / "current")
+    link = (base / "current").readlink()
     with (base / "etc/vllm.yaml").open("a") as config:
         config.write("max-num-seqs: 1\n")
     (base / "secrets/api-key").chmod(0o644)
@@ -123,7 +123,7 @@ def test_what_was_broken_behind_its_back_is_seen_and_mended(provisioned: Site) -
         "engine: switch to it",
         "runner: services run and have answered",
     } <= set(done.changed())
-    assert os.readlink(base / "current") == link
+    assert (base / "current").readlink() == link
     assert "max-num-seqs" not in (base / "etc/vllm.yaml").read_text()
     assert stat.S_IMODE((base / "secrets/api-key").stat().st_mode) == 0o600
     states = json.loads(provisioned.services("status").text.splitlines()[-1])["services"]
@@ -163,7 +163,7 @@ def test_a_mistyped_key_is_refused_with_a_suggestion(provisioned: Site) -> None:
 
 def test_no_network_is_one_error_and_the_old_environment_still_serves(provisioned: Site) -> None:
     lock = next((provisioned.repo / "locks").glob("cpu-*-py3.11.txt"))
-    current = os.readlink(provisioned.base / "current")
+    current = (provisioned.base / "current").readlink()
     text = lock.read_text()
     cache = provisioned.base / "uv-cache"
     cache.rename(provisioned.base / "uv-cache.away")
@@ -186,7 +186,7 @@ def test_no_network_is_one_error_and_the_old_environment_still_serves(provisione
     assert "engine:" in done.text
     assert "pip" in done.text
     assert "Traceback" not in done.text
-    assert os.readlink(provisioned.base / "current") == current
+    assert (provisioned.base / "current").readlink() == current
     assert answer(provisioned) == 200
     assert provisioned.up(verify="never").code == 0
 
