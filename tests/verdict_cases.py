@@ -63,6 +63,13 @@ HIT = 8192.0
 CASES: tuple[Case, ...] = (
     # recorded as they are
     Case("real: fs_native, healthy", "PASS"),
+    Case("real: no L2 adapter", "FAIL", cause="l2-absent", base="l2-absent"),
+    Case(
+        "real: files' contents swapped, a model whose answer does not depend on it",
+        "INCONCLUSIVE",
+        cause="files-touched",
+        base="chunks-swapped-same-answer",
+    ),
     # identity
     Case("cache not restarted", "INCONCLUSIVE", same_process("cache"), "not-restarted"),
     Case("runner not restarted", "INCONCLUSIVE", same_process("runner"), "not-restarted"),
