@@ -140,11 +140,11 @@ def _from_engine(facts: Facts, limits: Thresholds) -> bool:
 def _l2_hits(facts: Facts, limits: Thresholds) -> Finding:
     need = _need(facts, limits)
     threshold = f">= {need:.0f} of {facts.aligned} tokens"
-    figure, total = facts.cache("restored", "hit_l2_tokens"), facts.cache("restored", "hit_tokens")
-    if figure is None or total is None or figure >= need:
-        return figure, threshold, None if figure is None or total is None else True
+    figure = facts.cache("restored", "hit_l2_tokens")
+    if figure is None or figure >= need:
+        return figure, threshold, None if figure is None else True
     external = facts.vllm("restored", "external_hits")
-    elsewhere = total >= need or (external or 0) >= need or _from_engine(facts, limits)
+    elsewhere = (external or 0) >= need or _from_engine(facts, limits)
     return figure, threshold, None if elsewhere else False
 
 

@@ -133,8 +133,6 @@ class Facts:
             return None
         if old.proc != old.record or new.proc != new.record:
             return None  # the record speaks of another process
-        if old.listens is None or new.listens is None:
-            return None
         return (
             old.proc.pid != new.proc.pid
             and old.proc.start_ticks != new.proc.start_ticks

@@ -87,6 +87,25 @@ CASES: tuple[Case, ...] = (
         put("services.runner.after.listens", False),
         "not-restarted",
     ),
+    Case(
+        "another process held the port", "INCONCLUSIVE", put("services.cache.before.listens", False)
+    ),
+    Case(
+        "not restarted, and a miss", "INCONCLUSIVE", both(same_process("runner"), restored_hits(0))
+    ),
+    Case(
+        "another client, and a miss",
+        "INCONCLUSIVE",
+        both(between("cache", lookups=1), restored_hits(0)),
+        "not-alone",
+    ),
+    Case(
+        "the control not seen by the cache server",
+        "INCONCLUSIVE",
+        count("control", "cache", lookups=-1),
+    ),
+    Case("cold had hits, by vLLM", "INCONCLUSIVE", count("cold", "vllm", external_hits=256)),
+    Case("files did not come to rest", "INCONCLUSIVE", put("written.timed_out", True)),
     Case("who listens is unknown", "INCONCLUSIVE", put("services.cache.after.listens", None)),
     Case("record of another process", "INCONCLUSIVE", put("services.cache.after.record.pid", 7)),
     Case(
