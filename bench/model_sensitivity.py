@@ -69,6 +69,7 @@ class Pair:
         self.scratch: Path = options.scratch
         self.model: Path = options.model
         self.adapter: str = options.adapter
+        self.dtype: str = options.dtype
         self.port: int = options.port
         self.cache_port: int = options.cache_port
         self.cache_http: int = options.cache_http_port
@@ -114,7 +115,7 @@ class Pair:
         }
         runner = [
             "vllm", "serve", str(self.model), "--host", "127.0.0.1", "--port", str(self.port),
-            "--served-model-name", "m", "--dtype", "float32", "--enforce-eager",
+            "--served-model-name", "m", "--dtype", self.dtype, "--enforce-eager",
             "--max-model-len", str(self.max_model_len), "--enable-prompt-tokens-details",
             "--kv-transfer-config", json.dumps(connector),
         ]  # fmt: skip
@@ -302,6 +303,7 @@ def measure(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": options.tokens,
         "chunks_per_prompt": per_prompt,
         "chunk_bytes": chunks[0][0].stat().st_size,
+        "dtype": options.dtype,
         "l2_adapter": options.adapter,
         "restored_agree": sum(agree),
         "restored_cached_tokens_min": min(a.cached for a in restored),
@@ -318,7 +320,10 @@ def measure(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
             "p1": margins[len(margins) // 100],
             "median": statistics.median(margins),
         },
-        "logprob_difference_nats": {"max": max(noise), "median": statistics.median(noise)},
+        "logprob_difference_nats": {
+            "max": max(noise, default=None),  # of the answers that agree
+            "median": statistics.median(noise) if noise else None,
+        },
         "answers_distinct": len({a.text for a in cold}),
         "distinct_tokens_per_answer": statistics.mean(len(set(a.text)) for a in cold),
         "examples": [a.text for a in cold[:3]],
@@ -331,6 +336,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=Path, required=True, help="empty directory for all files")
     parser.add_argument("--model", type=Path, help="model directory (default: built in scratch)")
     parser.add_argument("--adapter", choices=["fs", "fs_native"], default="fs_native")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=2100, help="tokens a prompt")
     parser.add_argument("--rounds", type=int, default=1, help="planted tries a prompt")
