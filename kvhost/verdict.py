@@ -361,15 +361,18 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
         )
     persisted = _persisted(RULES, found)
     causes = [] if persisted == "PASS" else likely_causes(facts, found)
-    cold, restored = _ttft(facts, "cold"), _ttft(facts, "restored")
+    cold, control, restored = (_ttft(facts, role) for role in ("cold", "control", "restored"))
     worth: Literal["yes", "no", "unknown"] = "unknown"
-    if cold is not None and restored is not None:
-        worth = "yes" if restored <= limits.worth_ratio * cold else "no"
+    computed = [seconds for seconds in (cold, control) if seconds is not None]
+    if computed and restored is not None:
+        # the first request of a process is slower; the control, too, was computed in whole
+        worth = "yes" if restored <= limits.worth_ratio * min(computed) else "no"
     return Verdict(
         persisted=persisted,
         worth_it=worth,
         summary=_summary(facts, persisted, found, [cause.title for cause in causes]),
         ttft_cold_s=cold,
+        ttft_control_s=control,
         ttft_warm_s=_ttft(facts, "warm"),
         ttft_restored_s=restored,
         conditions=found,

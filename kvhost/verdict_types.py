@@ -23,7 +23,8 @@ class Thresholds(BaseModel):
     max_resident: float = Field(default=0.01, ge=0, le=1)
     """Part of the test's pages that may stay in the page cache."""
     worth_ratio: float = Field(default=0.8, gt=0, le=1)
-    """Worth it: the first token after the restart takes at most this part of the cold time."""
+    """Worth it: the first token after the restart takes at most this part of the time that
+    computing takes, the shorter one of the cold request and the control."""
 
 
 class Condition(BaseModel):
@@ -65,6 +66,7 @@ class Verdict(BaseModel):
     ttft_cold_s: float | None
     ttft_warm_s: float | None
     ttft_restored_s: float | None
+    ttft_control_s: float | None
     conditions: list[Condition]
     causes: list[Cause]
     thresholds: Thresholds

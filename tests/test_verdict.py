@@ -100,13 +100,24 @@ def test_a_missing_number_never_passes(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "worth"), [(8.0, "yes"), (8.1, "no"), (99.0, "no"), (None, "unknown")]
+    ("cold", "control", "after", "worth"),
+    [
+        (10.0, 10.0, 8.0, "yes"),
+        (10.0, 10.0, 8.1, "no"),
+        (20.0, 10.0, 8.1, "no"),
+        (10.0, 20.0, 8.1, "no"),
+        (10.0, 10.0, 99.0, "no"),
+        (None, 10.0, 8.0, "yes"),
+        (10.0, 10.0, None, "unknown"),
+        (None, None, 1.0, "unknown"),
+    ],
 )
 def test_time_decides_whether_it_is_worth_it_and_nothing_else(
-    after: float | None, worth: str
+    cold: float | None, control: float | None, after: float | None, worth: str
 ) -> None:
     def edit(e: dict[str, object]) -> None:
-        put("requests.cold.ttft_s", 10.0)(e)
+        put("requests.cold.ttft_s", cold)(e)
+        put("requests.control.ttft_s", control)(e)
         put("requests.restored.ttft_s", after)(e)
 
     found = judged(Case("", "", edit))

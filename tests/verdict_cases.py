@@ -64,6 +64,9 @@ CASES: tuple[Case, ...] = (
     # recorded as they are
     Case("real: fs_native, healthy", "PASS"),
     Case("real: no L2 adapter", "FAIL", cause="l2-absent", base="l2-absent"),
+    Case("real: fs, healthy", "PASS", base="healthy-fs"),
+    Case("real: no restart", "INCONCLUSIVE", cause="not-restarted", base="no-restart"),
+    Case("real: files removed", "FAIL", cause="evicted", base="wiped"),
     Case(
         "real: files' contents swapped, a model whose answer does not depend on it",
         "INCONCLUSIVE",
