@@ -13,9 +13,7 @@ from kvhost.plan_types import ModelNeed
 from kvhost.settings import Settings
 
 
-def need_of(
-    config: Mapping[str, Any], weights_bytes: int, settings: Settings
-) -> ModelNeed | None:
+def need_of(config: Mapping[str, Any], weights_bytes: int, settings: Settings) -> ModelNeed | None:
     """Bytes of weights and of KV cache per token, tokens of context; None if config.json does not
     tell (no plain attention).
 

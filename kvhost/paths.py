@@ -22,6 +22,11 @@ class HostPaths:
         return self._p("bin")
 
     @property
+    def lib(self) -> str:
+        """Modules that the services load (the guard of the API), root's."""
+        return self._p("lib")
+
+    @property
     def etc(self) -> str:
         """Rendered configuration, root's, readable by the service's user."""
         return self._p("etc")

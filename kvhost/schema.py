@@ -121,12 +121,12 @@ class Settings(BaseModel):
         "lock was made for.",
         example="/usr/bin/python3.11",
     )
-    engine_lock: _ControllerPath = _setting(
+    engine_lock: _Line = _setting(
         _ENGINE,
         "auto",
-        "Lock file on the controller (requirements with hashes) that the engine is installed "
-        "from; auto takes the one of this repository that fits the host.",
-        example="locks/mine.txt",
+        "Name in locks/locks.yaml of the lock (requirements with hashes) that the engine is "
+        "installed from; auto takes the CPU lock that fits the host.",
+        example="cpu-x86_64",
         reaches_host=False,
     )
     engine_wheel: _Wheel | None = _setting(

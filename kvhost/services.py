@@ -124,9 +124,12 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
     }
 
 
-def vllm_config(settings: Settings, paths: HostPaths) -> dict[str, Any]:
+def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict[str, Any]:
     """vLLM's options, for its YAML configuration (templates/vllm.yaml.j2)."""
+    # vLLM's own check of the key leaves paths open that generate text
+    guard = {"middleware": ["kvhost_guard.Guard"]} if with_key else {}
     return {
+        **guard,
         "model": model_dir(settings, paths),
         "served-model-name": [served_name(settings)],
         "host": settings.api_host,
@@ -169,6 +172,11 @@ def shm_name(paths: HostPaths) -> str:
     return "kvhost" + paths.base_dir.replace("/", "-")
 
 
+def shm_sweep(paths: HostPaths, *patterns: str) -> tuple[str, ...]:
+    """Command that removes what a killed service left in /dev/shm."""
+    return (f"{paths.tools}/current/bin/python", f"{paths.bin}/shm_sweep.py", *patterns)
+
+
 def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
     sweep = (
         f"{paths.tools}/current/bin/python",
@@ -178,8 +186,10 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         settings.paths.tier_dir,
         "--current",
         namespace_dir.rpartition("/")[2],
+        *("--record", f"{paths.run}/cache.json"),
         "{unclean}",
     )
+    stale = shm_sweep(paths, f"lmcache_l1_pool_{shm_name(paths)}", "lmcache_kv_*")
     argv = (
         *(f"{paths.current}/bin/lmcache", "server"),
         *("--host", "127.0.0.1", "--port", str(settings.cache_port)),
@@ -195,7 +205,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         argv=argv,
         env=service_env(settings, paths),
         watch=(paths.current,),
-        before=(sweep,),
+        before=(stale, sweep),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,
         stop_timeout_s=60,
@@ -212,10 +222,15 @@ def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> S
             *(f"{paths.current}/bin/vllm", "serve", "--config", config),
             *settings.runner_extra_args,
         ),
-        env=service_env(settings, paths),
+        env={**service_env(settings, paths), "PYTHONPATH": paths.lib},
         secret_env={"VLLM_API_KEY": api_key_path(paths)} if with_key else {},
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
-        watch=(paths.current, config, f"{paths.etc}/model-digest"),
+        # Python's names for shared memory and semaphores; both services run as one user
+        before=(shm_sweep(paths, "psm_*", "sem.mp-*"),),
+        watch=(
+            *(paths.current, config, f"{paths.etc}/model-digest"),
+            f"{paths.lib}/kvhost_guard.py",
+        ),
         stop_timeout_s=60,
         priority=20,
     )

@@ -91,12 +91,16 @@ def test_every_adapter_writes_into_the_namespace_and_has_no_cap_of_its_own(kind:
 
 def test_the_sweep_is_told_of_an_unclean_stop_and_of_the_current_namespace() -> None:
     cache = described(tier_dir="/data/tier")["cache"]
-    [sweep] = cache.before
+    stale, sweep = cache.before
+    assert stale[1:] == (
+        f"{BASE}/bin/shm_sweep.py", "lmcache_l1_pool_kvhost-var-lib-kvhost", "lmcache_kv_*",
+    )  # fmt: skip
     assert sweep[:3] == (f"{BASE}/tools/current/bin/python", f"{BASE}/bin/pruner.py", "sweep")
     assert option(sweep, "--tier") == "/data/tier"
     assert option(sweep, "--current") == "ns-" + "a" * 24
     assert sweep[-1] == "{unclean}"
-    assert spec(cache)["before"] == [list(sweep)]
+    assert option(sweep, "--record") == f"{BASE}/run/cache.json"
+    assert spec(cache)["before"] == [list(stale), list(sweep)]
 
 
 def test_the_cache_server_is_away_for_longer_than_two_heartbeats() -> None:
@@ -111,13 +115,14 @@ def test_the_runners_arguments() -> None:
         f"{BASE}/current/bin/vllm", "serve", "--config", config, "--max-num-seqs", "4",
     )  # fmt: skip
     # another model, another configuration, another environment: each restarts it
-    assert set(runner.watch) == {f"{BASE}/current", config, f"{BASE}/etc/model-digest"}
+    guard = f"{BASE}/lib/kvhost_guard.py"
+    assert set(runner.watch) == {f"{BASE}/current", config, f"{BASE}/etc/model-digest", guard}
     assert described()["cache"].watch == (f"{BASE}/current",)
 
 
 def test_vllms_configuration_degrades_and_recovers_and_fails_no_request() -> None:
     ours = settings(api_port=9000, cache_port=6001, heartbeat_s=3.0, mq_timeout_s=11.0)
-    config = services.vllm_config(ours, ours.paths)
+    config = services.vllm_config(ours, ours.paths, with_key=False)
     transfer = config["kv-transfer-config"]
     assert transfer["kv_load_failure_policy"] == "recompute"
     extra = transfer["kv_connector_extra_config"]
@@ -163,7 +168,15 @@ def test_all_that_an_engine_writes_lies_in_the_service_users_home() -> None:
     assert env["HOME"] == "/srv/kv/home"
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert described()["cache"].env == described()["runner"].env
+    assert services.service_env(ours, ours.paths) == env
+    assert described()["runner"].env == {**described()["cache"].env, "PYTHONPATH": f"{BASE}/lib"}
+
+
+def test_with_a_key_every_path_of_the_api_is_guarded() -> None:
+    ours = settings()
+    assert "middleware" not in services.vllm_config(ours, ours.paths, with_key=False)
+    guarded = services.vllm_config(ours, ours.paths, with_key=True)
+    assert guarded["middleware"] == ["kvhost_guard.Guard"]
 
 
 def test_the_pruner_is_given_the_limits_in_bytes() -> None:

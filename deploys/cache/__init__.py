@@ -9,9 +9,9 @@ from deploys.common.rendered import vllm_yaml
 
 
 def deploy(run: Run) -> None:
+    resolve(name="cache: what the engine makes of the configuration", run=run)
     text_files(
         name="cache: configuration of vLLM",
         wanted=[TextFile(f"{run.paths.etc}/vllm.yaml", vllm_yaml(run))],
     )
-    resolve(name="cache: what the engine makes of it", run=run)
     tier(name="cache: tier and namespace", run=run)

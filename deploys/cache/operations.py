@@ -17,7 +17,7 @@ from deploys.common.operations import (
     shown,
     unknown_yet,
 )
-from deploys.common.rendered import look
+from deploys.common.rendered import look, vllm_yaml
 from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
 
 
@@ -33,13 +33,17 @@ def resolve(run: Run) -> Commands:
     if late.resolved_path is None:
         yield refuse(f"model: {late.why}") if executing() else unknown_yet()
         return
-    draft = f"{run.paths.home}/tmp/resolved.json"
+    # the configuration in use is replaced only once the engine has accepted the new one
+    config, draft = f"{run.paths.state}/draft.yaml", f"{run.paths.home}/tmp/resolved.json"
+    yield from files.put._inner(
+        src=StringIO(vllm_yaml(run)), dest=config, mode="644", create_remote_dir=False
+    )
     ask = as_service(
         run.user,
         service_env(run.settings, run.paths),
         (
             f"{run.paths.current}/bin/python", run.script("resolve"),
-            "--config", f"{run.paths.etc}/vllm.yaml", "--out", draft,
+            "--config", config, "--out", draft,
             "--", *run.settings.runner_extra_args,
         ),
     )  # fmt: skip

@@ -14,10 +14,10 @@ from pyinfra.api.exceptions import DeployError
 from rich.console import Console
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import ONHOST, HostReportText
+from deploys.common.facts import HostReportText
 from deploys.common.rendered import vllm_yaml_of
 from deploys.common.runlock import is_dead
-from deploys.host import needed_packages
+from deploys.host import needed_packages, scripts
 from kvhost.locks import EngineLock, LockError, LockInfo, choose_lock, lock_infos, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.model_need import need_of
@@ -31,6 +31,7 @@ from kvhost.secrets import SecretError, api_key, hf_token
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
 RUN_ID = uuid.uuid4().hex[:12]
+PYTHONS = ("3.11", "3.12", "3.13")
 
 _settings: dict[str, Settings] = {}
 _plans: dict[str, Plan] = {}
@@ -60,7 +61,8 @@ def all_settings() -> dict[str, Settings]:
 
 def gather(settings: Settings) -> HostReport:
     """The host's report, in one round trip. Raises DeployError if what came is none."""
-    packages = needed_packages("/usr/bin/python3")
+    # which Python it will be is only known once the report is there
+    packages = sorted({p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}")})
     ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
     argv = [
         "--base-dir", settings.base_dir, "--tier-dir", settings.resolved_tier_dir,
@@ -92,13 +94,16 @@ def prepare() -> Run | None:
     machine = report.arch.data.machine if report.arch.data else "unknown"
     try:
         info = choose_lock(infos, settings.engine_lock, machine)
-    except LockError:
-        # the plan says it, with what was needed and found
+    except LockError as error:
+        if settings.engine_lock != "auto":
+            raise DeployError(f"{host.name}: {error}") from error
+        # no lock for such a machine: the plan says it, with what was needed and found
         info = next(iter(infos.values()))
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
+    report = only_packages(report, needed_packages(python.path if python else "/usr/bin/python3"))
     lock = read_lock(REPO / "locks", info, version, settings.engine_wheel)
-    inputs = plan_inputs(settings, report, info, lock)
+    inputs = plan_inputs(settings, report, info, lock, with_key=key is not None)
     plan = make_plan(settings, report, inputs)
     show(plan)
     if plan.refusals or python is None:
@@ -122,6 +127,16 @@ def known_plans() -> dict[str, Plan]:
     return _plans
 
 
+def only_packages(report: HostReport, names: tuple[str, ...]) -> HostReport:
+    """The report without the packages that this host will not need after all."""
+    if report.packages.data is None:
+        return report
+    states = {name: state for name, state in report.packages.data.items() if name in names}
+    return report.model_copy(
+        update={"packages": report.packages.model_copy(update={"data": states})}
+    )
+
+
 def show(plan: Plan) -> None:
     _plans[host.name] = plan
     if len(_plans) == len(context.state.inventory.get_active_hosts()):
@@ -130,7 +145,7 @@ def show(plan: Plan) -> None:
 
 
 def plan_inputs(
-    settings: Settings, report: HostReport, info: LockInfo, lock: EngineLock
+    settings: Settings, report: HostReport, info: LockInfo, lock: EngineLock, *, with_key: bool
 ) -> PlanInputs:
     fields = predict(settings, report, lock)
     builtin = model_builtin.describe()
@@ -150,7 +165,7 @@ def plan_inputs(
         builtin_bytes=builtin["weights_bytes"],
         engine_config_digest=digest_of(fields) if fields is not None else None,
         engine_config=fields or {},
-        rendered=rendered(settings, report, lock),
+        rendered=rendered(settings, with_key=with_key),
         lock_is_stale=is_dead(run_lock.content) if run_lock else None,
     )
 
@@ -167,10 +182,10 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
     return need_of(report.model.data.config.data, weights, settings)
 
 
-def rendered(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping[str, str]:
+def rendered(settings: Settings, *, with_key: bool) -> Mapping[str, str]:
     """sha256 of what this run would write, as far as that is known before it starts."""
-    texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in ONHOST.glob("[a-z]*.py")}
-    texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings)
+    texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in scripts()}
+    texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings, with_key=with_key)
     return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
 
 

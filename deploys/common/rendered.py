@@ -22,14 +22,14 @@ _templates = jinja2.Environment(
 )
 
 
-def vllm_yaml_of(settings: Settings) -> str:
+def vllm_yaml_of(settings: Settings, *, with_key: bool) -> str:
     """vLLM's configuration file; needs nothing of the host."""
-    config = vllm_config(settings, settings.paths)
+    config = vllm_config(settings, settings.paths, with_key=with_key)
     return _templates.get_template("vllm.yaml.j2").render(config=config)
 
 
 def vllm_yaml(run: Run) -> str:
-    return vllm_yaml_of(run.settings)
+    return vllm_yaml_of(run.settings, with_key=run.api_key is not None)
 
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from pyinfra.operations import server
+from pathlib import Path
 
-from deploys.common.context import REPO, Run
+from deploys.common.context import Run
+from deploys.common.facts import ONHOST
 from deploys.common.operations import Directory, TextFile, directories, text_files
-from deploys.host.operations import debian_packages
+from deploys.host.operations import debian_packages, service_user
+
+GUARD = ONHOST / "kvhost_guard.py"
+
+
+def scripts() -> list[Path]:
+    """The scripts that lie in bin/ on the host."""
+    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path != GUARD)
 
 
 def needed_packages(python: str) -> tuple[str, ...]:
@@ -18,7 +26,7 @@ def needed_packages(python: str) -> tuple[str, ...]:
 def wanted_directories(run: Run) -> list[Directory]:
     paths, user = run.paths, run.user
     roots = (
-        paths.base_dir, paths.bin, paths.etc, paths.locks, paths.wheels, paths.tools,
+        paths.base_dir, paths.bin, paths.lib, paths.etc, paths.locks, paths.wheels, paths.tools,
         paths.envs, paths.models, paths.state,
     )  # fmt: skip
     own = (
@@ -33,17 +41,12 @@ def wanted_directories(run: Run) -> list[Directory]:
 
 def deploy(run: Run) -> None:
     debian_packages(name="host: packages", packages=needed_packages(run.python))
-    server.user(
-        name="host: the service's user",
-        user=run.user,
-        home=run.paths.home,
-        shell="/usr/sbin/nologin",
-        system=True,
-        ensure_home=False,
-    )
+    service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
-    scripts = sorted((REPO / "kvhost" / "onhost").glob("[a-z]*.py"))
     text_files(
         name="host: scripts",
-        wanted=[TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts],
+        wanted=[
+            *(TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
+            TextFile(f"{run.paths.lib}/{GUARD.name}", GUARD.read_text()),
+        ],
     )

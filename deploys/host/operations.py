@@ -5,7 +5,8 @@ from __future__ import annotations
 from pyinfra import host
 from pyinfra.api import operation
 from pyinfra.facts.deb import DebPackages
-from pyinfra.operations import apt
+from pyinfra.facts.server import Users
+from pyinfra.operations import apt, server
 
 from deploys.common.operations import Commands
 
@@ -21,3 +22,18 @@ def debian_packages(packages: tuple[str, ...]) -> Commands:
     if missing:
         yield from apt.update._inner()
         yield from apt.packages._inner(packages=missing, no_recommends=True)
+
+
+@operation()
+def service_user(user: str, home: str) -> Commands:
+    """A system account without a login. One that exists is left as it is (the plan has refused
+    an account that people log in to).
+
+    + user: its name
+    + home: its home, if it is made
+    """
+    if user in (host.get_fact(Users) or {}):
+        return
+    yield from server.user._inner(
+        user=user, home=home, shell="/usr/sbin/nologin", system=True, ensure_home=False
+    )

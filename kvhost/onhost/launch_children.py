@@ -151,9 +151,19 @@ def reap(child: subprocess.Popen[bytes]) -> int | None:
     return child.returncode
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether it is Python's resource tracker, which tidies up once all others have ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as handle:
+            return b"multiprocessing.resource_tracker" in handle.read()
+    except OSError:
+        return False
+
+
 def end_descendants(seconds: float = 10) -> None:
     """Kills all that is left below this process: whatever loses its parent becomes its child."""
     deadline, told = time.monotonic() + seconds, False
+    tidying = time.monotonic() + 3
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -161,6 +171,10 @@ def end_descendants(seconds: float = 10) -> None:
         except ChildProcessError:
             return
         left = [pid for pid, fields in processes() if int(fields[1]) == os.getpid()]
+        if time.monotonic() < tidying and all(map(is_tracker, left)):
+            time.sleep(0.02)  # it ends by itself, having removed the service's shared memory
+            continue
+        left = [pid for pid in left if time.monotonic() > tidying or not is_tracker(pid)]
         if left and not told:
             say(f"killing what was left behind: {left}")
             told = True

@@ -6,6 +6,7 @@ files are taken: a pickle runs code when it is loaded. A broken download is resu
 run. The token is read from a file, never an argument. Exit: 0 complete, 1 not (why: stderr).
 """
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse

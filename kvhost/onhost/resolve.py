@@ -22,7 +22,7 @@ from typing import Any
 
 
 def resolved(path: str, extra: list[str]) -> dict[str, Any]:
-    """What vLLM 0.32 makes of its YAML configuration and further arguments. Raises whatever vLLM raises."""
+    """What vLLM 0.32 makes of its configuration and arguments. Raises whatever vLLM raises."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
