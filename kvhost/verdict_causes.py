@@ -28,17 +28,20 @@ def _missed(met: Met) -> bool:
     return met.get("l2_hits") is False or met.get("external_hits") is False
 
 
-def _own_files_left(facts: Facts) -> int | None:
-    request = facts.request("restored")
-    return request.before.own_files if request and request.before else None
-
-
-def _in_namespace(facts: Facts, wanted: bool) -> bool:
-    """Whether the test's own files were (wanted) or were not all there before the request."""
-    left, written = _own_files_left(facts), facts.evidence.written
-    if left is None or written is None or not written.new_files:
+def _removed(facts: Facts) -> bool:
+    """Whether there were fewer files before the restored request than after the cold one."""
+    cold, again = facts.request("cold"), facts.request("restored")
+    if cold is None or again is None or cold.after is None or again.before is None:
         return False
-    return (left >= written.new_files) is wanted
+    return again.before.files < cold.after.files
+
+
+def _all_there(facts: Facts) -> bool:
+    """Whether the test's own files lay unchanged before the restored request."""
+    request, written = facts.request("restored"), facts.evidence.written
+    if request is None or request.before is None or written is None:
+        return False
+    return 0 < written.new_files <= request.before.own_files
 
 
 def _asked(facts: Facts) -> bool | None:
@@ -214,20 +217,21 @@ TABLE: tuple[Row, ...] = (
         "evicted",
         "The test's files were removed before the restored request.",
         "Look at the pruner's limit and at other clean-up on the directory; raise cache_limit_gib.",
-        lambda f, m: _missed(m) and _in_namespace(f, False),
+        lambda f, m: _missed(m) and _removed(f),
     ),
     Row(
         "keys-changed",
         "The files are there, but were not found: namespace, keys or index changed.",
         "The same directory, model string and chunk size must be used after the restart. An index"
         " in memory only (`local_disk`) or an unstable hash seed (PYTHONHASHSEED) does the same.",
-        lambda f, m: _missed(m) and m.get("l2_hits") is False and _in_namespace(f, True),
+        lambda f, m: _missed(m) and m.get("l2_hits") is False and _all_there(f),
     ),
     Row(
         "files-touched",
-        "The test's files were changed or removed before the restored request.",
-        "Find out who writes to the namespace's directory besides the cache server and the pruner.",
-        lambda f, m: m.get("untouched") is False and not _missed(m),
+        "The test's files were changed or truncated before the restored request.",
+        "Find out who writes to the namespace's directory besides the cache server; check the drive"
+        " and its filesystem. Files of a wrong size are swept when kvhost starts the cache server.",
+        lambda f, m: m.get("untouched") is False and not _removed(f),
     ),
     Row(
         "rewritten",

@@ -442,6 +442,13 @@ def test_pages_leave_the_cache_and_reads_of_the_process_are_seen(tmp_path: Path)
     assert probe.resident_pages(str(path), 1 << 20) == 256
 
 
+def test_a_truncated_file_is_dropped_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "kv.data").write_bytes(b"x" * 16384)
+    files, _ = probe.scan(str(tmp_path))
+    os.truncate(tmp_path / "kv.data", 4096)
+    assert probe.drop_pages(str(tmp_path), files)["pages"] == 1
+
+
 def test_pages_of_a_memory_file_stay_and_are_counted() -> None:
     folder = Path("/dev/shm")
     path = folder / f"kvhost-test-{os.getpid()}"

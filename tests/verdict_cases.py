@@ -68,7 +68,7 @@ CASES: tuple[Case, ...] = (
     Case("real: no restart", "INCONCLUSIVE", cause="not-restarted", base="no-restart"),
     Case("real: files removed", "FAIL", cause="evicted", base="wiped"),
     Case(
-        "real: files' contents swapped, a model whose answer does not depend on it",
+        "real: files' contents swapped, the same answer",
         "INCONCLUSIVE",
         cause="files-touched",
         base="chunks-swapped-same-answer",
@@ -260,7 +260,12 @@ CASES: tuple[Case, ...] = (
     Case(
         "files removed",
         "FAIL",
-        both(restored_hits(0), put(R + "before.own_files", 0), put(R + "files.new", 32)),
+        both(
+            restored_hits(0),
+            put(R + "before.own_files", 0),
+            put(R + "before.files", 0),
+            put(R + "files.new", 32),
+        ),
         "evicted",
     ),
     Case("too few hits", "FAIL", restored_hits(7680), "keys-changed"),

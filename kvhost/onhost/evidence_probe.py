@@ -192,15 +192,17 @@ def drop_pages(root: str, files: Files) -> Json:
     many of these were in the page cache before and after. Raises OSError.
     """
     found = {"files": 0, "pages": 0, "resident_before": 0, "resident_after": 0}
-    for name, (inode, size, _) in files.items():
+    for name, (inode, _, _) in files.items():
         path = os.path.join(root, name)
         try:
             handle = os.open(path, os.O_RDWR)  # NFS flushes for a writable descriptor only
         except FileNotFoundError:
             continue
         try:
-            if os.fstat(handle).st_ino != inode:
+            info = os.fstat(handle)
+            if info.st_ino != inode or not info.st_size:
                 continue
+            size = info.st_size  # it may have been truncated
             found["resident_before"] += resident_pages(path, size)
             os.fsync(handle)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
