@@ -250,6 +250,16 @@ def test_a_hard_link_loses_its_name_here_only_and_frees_nothing(tier: Path, tmp_
     assert pruner.choose(scan, args, 0) == ([(f, "floor") for f in scan.files], False)
 
 
+def test_the_probe_writes_into_no_file_that_lies_in_its_place(tier: Path, tmp_path: Path) -> None:
+    for kind in ("hardlink_to", "symlink_to"):
+        precious = tmp_path / kind
+        precious.write_text("precious")
+        getattr(tier / f".kvhost-probe.{os.getpid()}", kind)(precious)
+        assert pruner.main(["once", "--tier", str(tier), "--limit-bytes", "9999"]) == 0
+        assert precious.read_text() == "precious"
+        assert [p.name for p in tier.iterdir()] == [pruner.MARKER]
+
+
 @root_only
 @pytest.mark.parametrize("bind", [False, True], ids=["tmpfs", "bind mount of the same filesystem"])
 def test_other_mounts_inside_the_tier_are_left_alone(

@@ -222,7 +222,9 @@ class Tier:
         old = time.time_ns() - 2 * 86400 * 10**9
         seen = []
         try:
-            fd = self._open(name, os.O_RDWR | os.O_CREAT, self.root)
+            with contextlib.suppress(FileNotFoundError):  # left by a killed one of this number
+                os.unlink(name, dir_fd=self.root)
+            fd = self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self.root)
             try:
                 os.write(fd, b"x")
                 os.utime(fd, ns=(old, old - 10**9))
