@@ -33,9 +33,13 @@ SHM_MARGIN_BYTES = GIB // 8
 Check = Callable[[Settings, HostReport, PlanInputs], Iterator[Refusal]]
 
 
+#: Debian gives people uids from here on (adduser.conf, FIRST_UID)
+FIRST_LOGIN_UID = 1000
+
+
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
-    checks: list[Check] = [_privilege, _run_lock, _os, _cpu, _ram, _shm, _ports]
+    checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
     checks += [places, room, _accelerator, _python, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     return list(dict.fromkeys(found))
@@ -53,6 +57,23 @@ def _privilege(settings: Settings, report: HostReport, facts: PlanInputs) -> Ite
             "user root (uid 0), or sudo without a password",
             f"user {users.data.name} (uid {users.data.uid}), for whom sudo asks or refuses",
             "connect as root, or allow this user sudo with NOPASSWD",
+        )
+
+
+def _account(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    """The services run as an account of their own: nobody's login is handed to them."""
+    there = report.users.data.service_user if report.users.data else None
+    if there is None:
+        return
+    login = there.shell.rpartition("/")[2] not in ("nologin", "false", "")
+    if login or there.uid == 0 or there.uid >= FIRST_LOGIN_UID:
+        yield Refusal(
+            "host",
+            "login_account",
+            f"service_user {there.name} is an account that people log in to",
+            f"a system account (uid below {FIRST_LOGIN_UID}, shell nologin), or none of that name",
+            f"{there.name} with uid {there.uid} and shell {there.shell or '(none)'}",
+            "set service_user to a name of its own, such as kvhost; the run makes the account",
         )
 
 

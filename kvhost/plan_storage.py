@@ -39,6 +39,17 @@ def places(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
             + ", ".join(kvhost.base.data.entries),
             "set base_dir to another directory, or move what is there",
         )
+    there = kvhost.tier.data if kvhost else None
+    if there and there.foreign and not there.namespaces:
+        # the run would make it the service user's own, closed to all others
+        yield Refusal(
+            "storage",
+            "path_taken",
+            f"tier_dir {tier} holds something that is not kvhost's",
+            "a directory that does not exist, is empty, or holds kvhost's namespaces",
+            ", ".join(there.foreign),
+            "set tier_dir to a directory of its own, for example one below that",
+        )
 
 
 def _place(key: str, path: str, base: str, disk: Disk) -> Iterator[Refusal]:

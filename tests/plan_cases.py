@@ -66,6 +66,11 @@ def built(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "complete": True, "marker": {}, "why": None, "bytes": None, **more}
 
 
+def account(uid: int = 999, shell: str = "/usr/sbin/nologin") -> dict[str, object]:
+    """The service's user as a report has it."""
+    return {"name": "kvhost", "uid": uid, "gid": uid, "home": "/srv/kv/home", "shell": shell}
+
+
 def namespace(name: str, count: int, mtime: float = 1.0, meta: Any = None) -> dict[str, Any]:
     return {"name": name, "metadata": ok(meta) if meta else absent(), "files": 1, "bytes": count,
             "newest_mtime": mtime}  # fmt: skip
