@@ -36,11 +36,11 @@ def provisioned(site: Site, first: Done) -> Site:
     return site
 
 
-def answer(site: Site, key: str = API_KEY) -> int:
+def answer(site: Site, key: str = API_KEY, path: str = "/v1/completions") -> int:
     """HTTP status of a small request to the API; 0 when nothing answers."""
     body = json.dumps({"model": "kvhost-builtin", "prompt": [5, 6, 7], "max_tokens": 2}).encode()
     request = urllib.request.Request(
-        f"http://127.0.0.1:{site.ports[0]}/v1/completions",
+        f"http://127.0.0.1:{site.ports[0]}{path}",
         data=body,
         headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
     )
@@ -84,8 +84,11 @@ def test_again_nothing_changes_and_the_last_verdict_is_told(provisioned: Site) -
 
 
 def test_the_api_asks_for_the_key_and_answers(provisioned: Site) -> None:
-    assert answer(provisioned, "wrong") == 401
+    for path in ("/v1/completions", "/invocations", "/tokenize", "/load"):
+        assert answer(provisioned, "wrong", path) == 401, path
     assert answer(provisioned) == 200
+    with urllib.request.urlopen(f"http://127.0.0.1:{provisioned.ports[0]}/metrics") as reply:
+        assert b"vllm:" in reply.read()
 
 
 def test_the_key_is_nowhere_but_in_its_file(provisioned: Site, first: Done) -> None:
@@ -150,7 +153,7 @@ def test_dry_says_what_would_change_and_changes_nothing(provisioned: Site) -> No
     )
     assert done.code == 0, done.text[-4000:]
     assert "abandons" in done.text
-    assert "chunk_size 256 → 512" in done.text
+    assert "chunk_size 256 → 512" in " ".join(done.text.split())  # the table wraps
     assert (provisioned.base / "etc/vllm.yaml").read_bytes() == before
 
 
@@ -192,14 +195,29 @@ def test_no_network_is_one_error_and_the_old_environment_still_serves(provisione
 
 
 def test_a_service_that_does_not_come_up_shows_its_last_lines(provisioned: Site) -> None:
-    extra = "['--max-num-seqs', '0']"  # vLLM's parser takes it, the engine does not
+    # the engine's configuration takes it, the server's start does not
+    extra = '["--chat-template", "/nonexistent/template.jinja"]'
     began = time.monotonic()
     done = provisioned.up(verify="never", runner_extra_args=extra)
     assert done.code == 1
-    assert "max_num_seqs" in done.text
+    assert "/nonexistent/template.jinja" in done.text
+    assert "last lines of" in done.text
     assert time.monotonic() - began < 500  # not the readiness time-out of 600 s
     restored = provisioned.up(verify="never")
     assert restored.code == 0, restored.text[-4000:]
+
+
+def test_a_configuration_that_the_engine_refuses_never_reaches_the_service(
+    provisioned: Site,
+) -> None:
+    before = provisioned.record("runner")["pid"]
+    extra = '["--max-num-batched-tokens", "7"]'
+    done = provisioned.up(verify="never", runner_extra_args=extra)
+    assert done.code == 1
+    assert "max_num_batched_tokens" in done.text
+    assert provisioned.record("runner")["pid"] == before
+    assert answer(provisioned) == 200
+    assert provisioned.up(verify="never").code == 0
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_touched(provisioned: Site) -> None:
