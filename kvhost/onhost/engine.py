@@ -183,7 +183,10 @@ class Build:
 
     def make_room(self) -> None:
         """Nothing lies at the place of the environment; what may still serve waits beside it."""
-        os.makedirs(os.path.dirname(self.env), exist_ok=True)
+        above = os.path.dirname(self.env)
+        if not os.path.isdir(above):
+            os.makedirs(above)
+            os.chmod(above, 0o755)  # whatever the umask: the service's user passes through
         if has_marker(self.env):
             say(f"{self.env} was changed since it was built; building it anew")
             remove(damaged(self.env))
