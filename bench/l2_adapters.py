@@ -34,7 +34,8 @@ Row = dict[str, Any]
 
 
 def kv_files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.rglob("*.data"))
+    """X.data of fs and fs_native, X.bin of nixl_store_dynamic."""
+    return sorted(p for p in directory.rglob("*") if p.suffix in (".data", ".bin"))
 
 
 def allocated(path: Path) -> int:

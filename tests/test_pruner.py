@@ -96,8 +96,8 @@ def test_space_counts_as_allocated_and_the_apparent_size_is_said(tier: Path) -> 
 
 
 def test_temporary_files_being_written_stay_and_count_forgotten_ones_go(tier: Path) -> None:
-    young = [put(tier, "ns-aa", n, age_s=60) for n in ("a.tmp", "b.data.tmp.0123")]
-    stale = [put(tier, "ns-aa", n, age_s=HOUR) for n in ("c.tmp", "d.data.tmp.4567")]
+    young = [put(tier, "ns-aa", n, age_s=60) for n in ("a.tmp", "b.bin.tmp.0123")]
+    stale = [put(tier, "ns-aa", n, age_s=HOUR) for n in ("c.tmp", "d.bin.tmp.4567")]
     kv = put(tier, "ns-aa", "00", age_s=1)
     status = once(tier, 100 * MIB)
     assert status["removed"] == {"temporary": {"files": 2, "bytes": 2 * 64 * KIB}}

@@ -29,7 +29,7 @@ def test_sweep_removes_temporary_and_empty_files_at_any_age(tier: Path) -> None:
     put(tier, "ns-aa", "00")
     put(tier, "ns-aa", "01", size=0)
     put(tier, "ns-aa", "a.tmp", age_s=0)
-    put(tier, "ns-bb", "b.data.tmp.01", age_s=0)
+    put(tier, "ns-bb", "b.bin.tmp.01", age_s=0)
     removed = sweep(tier, "--current", "ns-aa")["removed"]
     assert {k: v["files"] for k, v in removed.items()} == {"temporary": 2, "empty": 1}
     assert names(tier) == {"00.data"}

@@ -77,12 +77,12 @@ class File(NamedTuple):
 
     @property
     def temporary(self) -> bool:
-        # fs, fs_native: X.tmp for X.data; nixl_store_dynamic: X.data.tmp.<hex> (lmcache 0.5.6)
+        # fs, fs_native: X.tmp for X.data; nixl_store_dynamic: X.bin.tmp.<hex> (lmcache 0.5.6)
         return self.name.endswith(".tmp") or ".tmp." in self.name
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Files of one kind have one size: MODEL@RANK@OBJECTGROUP@HASH.data (lmcache 0.5.6)."""
+        """Files of one kind have one size: fs names MODEL@RANK@OBJECTGROUP@HASH.data."""
         return (self.namespace, *self.name.split("@")[1:3])
 
 
