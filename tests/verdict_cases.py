@@ -66,6 +66,7 @@ CASES: tuple[Case, ...] = (
     Case("real: no L2 adapter", "FAIL", cause="l2-absent", base="l2-absent"),
     Case("real: fs, healthy", "PASS", base="healthy-fs"),
     Case("real: no restart", "INCONCLUSIVE", cause="not-restarted", base="no-restart"),
+    Case("real: another instance held the ports", "INCONCLUSIVE", base="other-instance-died"),
     Case("real: files removed", "FAIL", cause="evicted", base="wiped"),
     Case(
         "real: files' contents swapped, the same answer",
