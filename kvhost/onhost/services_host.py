@@ -9,12 +9,16 @@ import json
 import os
 import pwd
 import socket
-import subprocess
 import sys
 import time
 import xmlrpc.client
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvhost.onhost.launch import config_digest, read_spec
+else:  # it lies beside this file on a host, where there is no package kvhost
+    from launch import config_digest, read_spec
 
 #: seconds: stop_timeout_s of a service plus supervisord's own patience
 STOP_LIMIT_S = 180
@@ -100,18 +104,11 @@ class Host:
 
     def wanted_digest(self, name: str) -> str | None:
         """What launch.py would start now; None when the service's description is unusable."""
-        argv = [os.path.join(self.tools, "python"), self.path("bin", "launch.py"), "--digest"]
+        path = self.path("etc", name + ".json")
         try:
-            done = subprocess.run(
-                self.as_user([*argv, self.path("etc", name + ".json")]),
-                env=self.clean_env(),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError:  # nothing is installed yet
+            return config_digest(path, read_spec(path))
+        except (OSError, ValueError):
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
 
     def read(self, name: str, kind: str = "json") -> dict[str, Any]:
         """run/NAME.json (the process), .lock (its launch.py) or .failed (why); {} without it."""
