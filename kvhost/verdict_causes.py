@@ -44,12 +44,6 @@ def _all_there(facts: Facts) -> bool:
     return 0 < written.new_files <= request.before.own_files
 
 
-def _asked(facts: Facts) -> bool | None:
-    """Whether vLLM asked any external cache for the restored request."""
-    queries = facts.vllm("restored", "external_queries")
-    return None if queries is None else queries > 0
-
-
 def _adapters(facts: Facts) -> float | None:
     request = facts.request("restored")
     page = request.after.cache if request and request.after else None
@@ -75,7 +69,7 @@ def _no_metrics(facts: Facts, met: Met) -> bool:
 
 def _other_server(facts: Facts, met: Met) -> bool:
     request = facts.request("restored")
-    if request is None or not (request.before and request.after and _asked(facts)):
+    if request is None or not (request.before and request.after and facts.asked("restored")):
         return False
     before, after = request.before.cache, request.after.cache
     return after is not None and (after.lookups or 0) == ((before and before.lookups) or 0)
@@ -176,7 +170,9 @@ TABLE: tuple[Row, ...] = (
         "connector-missing",
         "vLLM asks no external cache: the connector is not configured or not registered.",
         "Check --kv-transfer-config; the runner's log must say 'Registering kv caches'.",
-        lambda f, m: _asked(f) is False and f.answered("restored") is True,
+        lambda f, m: (
+            f.vllm("cold", "external_queries") == 0 and f.vllm("restored", "external_queries") == 0
+        ),
     ),
     Row(
         "other-cache-server",

@@ -40,11 +40,16 @@ class Facts:
             return None
         return float(getattr(after, field) - (getattr(before, field) or 0))
 
+    def asked(self, role: str) -> bool | None:
+        """Whether vLLM asked an external cache for at least a chunk of tokens."""
+        tokens = self.vllm(role, "external_queries")
+        return None if tokens is None else tokens >= self.evidence.config.chunk_size
+
     def cache(self, role: str, field: str) -> float | None:
         """Growth of a counter of the cache server over a request.
 
-        A counter that is not on the page is 0 only where vLLM says that it did not ask any
-        external cache; a server that counted no lookup although vLLM asked is another server.
+        A counter that is not on the page is 0 only where vLLM says that it asked no external
+        cache for a chunk; a server that counted no look-up although vLLM asked is another server.
         """
         request = self.request(role)
         if request is None or not (request.before and request.after):
@@ -52,9 +57,8 @@ class Facts:
         before, after = request.before.cache, request.after.cache
         if before is None or after is None or after.l2_adapters is None:
             return None
-        asked = self.vllm(role, "external_queries")
         lookups = (after.lookups or 0) - (before.lookups or 0)
-        if lookups == 0 and asked != 0:
+        if lookups == 0 and self.asked(role) is not False:
             return None
         if getattr(after, field) is None:
             return 0.0 if lookups == 0 else None

@@ -66,6 +66,13 @@ CASES: tuple[Case, ...] = (
     Case("real: no L2 adapter", "FAIL", cause="l2-absent", base="l2-absent"),
     Case("real: fs, healthy", "PASS", base="healthy-fs"),
     Case("real: no restart", "INCONCLUSIVE", cause="not-restarted", base="no-restart"),
+    Case("real: another prompt's KV planted", "FAIL", cause="wrong-kv-served", base="planted"),
+    Case("real: half of the files removed", "FAIL", cause="evicted", base="half-deleted"),
+    Case("real: half of the files truncated", "FAIL", cause="files-touched", base="truncated"),
+    Case("real: on tmpfs", "INCONCLUSIVE", cause="page-cache-not-dropped", base="tmpfs"),
+    Case("real: response silent", "INCONCLUSIVE", cause="cached-tokens-missing", base="no-details"),
+    Case("real: in use", "INCONCLUSIVE", cause="server-in-use", base="in-use"),
+    Case("real: cache restarted alone", "INCONCLUSIVE", cause="not-restarted", base="cache-only"),
     Case("real: another instance held the ports", "INCONCLUSIVE", base="other-instance-died"),
     Case("real: files removed", "FAIL", cause="evicted", base="wiped"),
     Case(
