@@ -40,8 +40,8 @@ class Done:
     def counts(self) -> dict[str, tuple[int, int, int]]:
         """Operation -> (changed, failed, unchanged), of pyinfra's table of results."""
         rows = re.findall(r"^ {4}(\w+: .*?) {2,}\d+ +(\d+|-) +(\d+|-) +(\d+|-) *$", self.text, re.M)
-        number = lambda cell: 0 if cell == "-" else int(cell)  # noqa: E731
-        return {name: (number(a), number(b), number(c)) for name, a, b, c in rows}
+        plain = [[name, *(cell.replace("-", "0") for cell in cells)] for name, *cells in rows]
+        return {name: (int(a), int(b), int(c)) for name, a, b, c in plain}
 
     def changed(self) -> list[str]:
         return [name for name, (changed, _, _) in self.counts().items() if changed]
