@@ -8,7 +8,7 @@ wait until its KV is in L2; the same request warm; restart the cache server, the
 this test's files and drop them from the page cache; the same request again; an unseen prompt as
 control; remove this test's own files. Around each request: counters of both servers, reads of the
 cache process and of the drive, files of the namespace, identity of both processes.
-evidence_probe.py must lie beside this file.
+evidence_probe.py and evidence_config.py must lie beside this file.
 
 The config is one JSON object. All URLs are plain HTTP on this host; paths are absolute.
   api_base       str    URL of the runner; /health and /v1/completions are below it
@@ -55,9 +55,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
-else:  # on the host both files lie beside each other, in no package
+    from kvhost.onhost.evidence_config import load_config
+else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import evidence_probe as probe
+    from evidence_config import load_config
 
 SCHEMA = "kvhost/evidence/1"
 Json = dict[str, Any]
@@ -67,34 +69,6 @@ Counters = tuple[Any, Any]  # of vLLM and of the cache server; None: the page co
 LOG_LINES = {
     "cache": ("Prefetch request completed", "Registered", " ERROR"),
     "runner": ("Using external LMCacheMPConnector", "Registering kv caches", " ERROR"),
-}
-TIMEOUTS = {
-    "request_s": 600,
-    "ready_s": 600,
-    "restart_s": 180,
-    "write_s": 120,
-    "stable_s": 2,
-    "settle_s": 10,
-}
-REQUIRED = {
-    "api_base": str,
-    "metrics_url": str,
-    "cache_http": str,
-    "model": str,
-    "namespace_dir": str,
-    "own_requests": str,
-    "services": dict,
-    "prompt_tokens": int,
-    "chunk_size": int,
-    "vocab": list,
-}
-OPTIONAL: Json = {
-    "api_key_file": None,
-    "max_tokens": 16,
-    "files_per_chunk": 1,
-    "warm": True,
-    "disrupt": False,
-    "timeouts": {},
 }
 
 
@@ -125,38 +99,6 @@ def finishing_first() -> Iterator[None]:
 
 class InUse(Exception):
     """Somebody else uses the server, and the config does not say to disrupt it."""
-
-
-def load_config(path: str) -> Json:
-    """The config with its defaults. Raises ValueError that names everything that is wrong."""
-    with open(path, encoding="utf-8") as handle:
-        given = json.load(handle)
-    if not isinstance(given, dict):
-        raise ValueError("the config must be a JSON object")
-    wrong = [f"{key}: unknown" for key in given if key not in REQUIRED and key not in OPTIONAL]
-    for key, kind in REQUIRED.items():
-        if not isinstance(given.get(key), kind):
-            wrong.append(f"{key}: a {kind.__name__} is needed, found {given.get(key)!r}")
-    for name in ("cache", "runner"):
-        service = (given.get("services") or {}).get(name)
-        if not isinstance(service, dict) or not isinstance(service.get("record"), str):
-            wrong.append(f"services.{name}.record: the path of the service's record is needed")
-        elif not service.get("restart") or not isinstance(service["restart"], list):
-            wrong.append(f"services.{name}.restart: a command as a list of strings is needed")
-    wrong += [
-        f"timeouts.{key}: unknown" for key in given.get("timeouts") or {} if key not in TIMEOUTS
-    ]
-    vocab = given.get("vocab")
-    if isinstance(vocab, list) and (len(vocab) != 2 or not 0 <= vocab[0] < vocab[1]):
-        wrong.append(f"vocab: [first, end) with 0 <= first < end is needed, found {vocab}")
-    for key in ("prompt_tokens", "chunk_size"):
-        if isinstance(given.get(key), int) and given[key] < 1:
-            wrong.append(f"{key}: at least 1 is needed, found {given[key]}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    config = {**OPTIONAL, **given}
-    config["timeouts"] = {**TIMEOUTS, **(given.get("timeouts") or {})}
-    return config
 
 
 class Collector:
@@ -279,34 +221,11 @@ class Collector:
             headers["Authorization"] = "Bearer " + self.key
         url = self.config["api_base"] + "/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        tokens: list[int] = []
-        done = False
         started = time.monotonic()
         with self.opener.open(request, timeout=self.limits["request_s"]) as reply:
             result["http_status"] = reply.status
             self.own_requests(add=1)
-            for line in reply:
-                if time.monotonic() - started > self.limits["request_s"]:
-                    raise ValueError(f"no complete answer within {self.limits['request_s']} s")
-                data = line.decode(errors="replace").strip()
-                done = done or data == "data: [DONE]"
-                if not data.startswith("data:") or done:
-                    continue
-                event = json.loads(data[5:])
-                if event.get("error"):
-                    raise ValueError("the server says: " + str(event["error"].get("message")))
-                choice = (event.get("choices") or [{}])[0]
-                if result["ttft_s"] is None and (choice.get("token_ids") or choice.get("text")):
-                    result["ttft_s"] = time.monotonic() - started
-                tokens += choice.get("token_ids") or []
-                if event.get("usage"):
-                    details = event["usage"].get("prompt_tokens_details") or {}
-                    result["usage_prompt_tokens"] = event["usage"].get("prompt_tokens")
-                    result["usage_cached_tokens"] = details.get("cached_tokens")
-        result["total_s"] = time.monotonic() - started
-        result["output_tokens"] = tokens or None
-        if result["ttft_s"] is None or not done:
-            raise ValueError("the answer ended too early")
+            result.update(probe.read_stream(reply, started, self.limits["request_s"]))
 
     def request(self, role: str, prompt: list[int], expect_files: int) -> Json:
         """A request with the evidence around it; what appeared in the namespace meanwhile too."""

@@ -16,6 +16,8 @@ import os
 import re
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from typing import Any
 
 Json = dict[str, Any]
@@ -62,6 +64,40 @@ def parse_metrics(text: str, wanted: Json) -> Json:
             if name == metric and all(f'{k}="{v}"' in labels for k, v in needed.items()):
                 found[field] = (found[field] or 0.0) + float(value)
     return found
+
+
+def read_stream(lines: Iterable[bytes], started: float, limit_s: float) -> Json:
+    """A streamed completion of vLLM to tokens, usage and seconds since ``started`` (monotonic).
+
+    Raises ValueError for an error event, an answer that ended early or took longer than limit_s.
+    """
+    fields = ("ttft_s", "total_s", "output_tokens", "usage_prompt_tokens", "usage_cached_tokens")
+    result: Json = dict.fromkeys(fields)
+    tokens: list[int] = []
+    done = False
+    for line in lines:
+        if time.monotonic() - started > limit_s:
+            raise ValueError(f"no complete answer within {limit_s} s")
+        data = line.decode(errors="replace").strip()
+        done = done or data == "data: [DONE]"
+        if not data.startswith("data:") or done:
+            continue
+        event = json.loads(data[5:])
+        if event.get("error"):
+            raise ValueError("the server says: " + str(event["error"].get("message")))
+        choice = (event.get("choices") or [{}])[0]
+        if result["ttft_s"] is None and (choice.get("token_ids") or choice.get("text")):
+            result["ttft_s"] = time.monotonic() - started
+        tokens += choice.get("token_ids") or []
+        if event.get("usage"):
+            details = event["usage"].get("prompt_tokens_details") or {}
+            result["usage_prompt_tokens"] = event["usage"].get("prompt_tokens")
+            result["usage_cached_tokens"] = details.get("cached_tokens")
+    if result["ttft_s"] is None or not done:
+        raise ValueError("the answer ended too early")
+    result["total_s"] = time.monotonic() - started
+    result["output_tokens"] = tokens or None
+    return result
 
 
 def boot_id() -> str:

@@ -1,0 +1,69 @@
+"""Reads the config of evidence.py, whose --help describes it. Must lie beside evidence.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Json = dict[str, Any]
+
+TIMEOUTS = {
+    "request_s": 600,
+    "ready_s": 600,
+    "restart_s": 180,
+    "write_s": 120,
+    "stable_s": 2,
+    "settle_s": 10,
+}
+REQUIRED = {
+    "api_base": str,
+    "metrics_url": str,
+    "cache_http": str,
+    "model": str,
+    "namespace_dir": str,
+    "own_requests": str,
+    "services": dict,
+    "prompt_tokens": int,
+    "chunk_size": int,
+    "vocab": list,
+}
+OPTIONAL: Json = {
+    "api_key_file": None,
+    "max_tokens": 16,
+    "files_per_chunk": 1,
+    "warm": True,
+    "disrupt": False,
+    "timeouts": {},
+}
+
+
+def load_config(path: str) -> Json:
+    """The config with its defaults. Raises ValueError that names everything that is wrong."""
+    with open(path, encoding="utf-8") as handle:
+        given = json.load(handle)
+    if not isinstance(given, dict):
+        raise ValueError("the config must be a JSON object")
+    wrong = [f"{key}: unknown" for key in given if key not in REQUIRED and key not in OPTIONAL]
+    for key, kind in REQUIRED.items():
+        if not isinstance(given.get(key), kind):
+            wrong.append(f"{key}: a {kind.__name__} is needed, found {given.get(key)!r}")
+    for name in ("cache", "runner"):
+        service = (given.get("services") or {}).get(name)
+        if not isinstance(service, dict) or not isinstance(service.get("record"), str):
+            wrong.append(f"services.{name}.record: the path of the service's record is needed")
+        elif not service.get("restart") or not isinstance(service["restart"], list):
+            wrong.append(f"services.{name}.restart: a command as a list of strings is needed")
+    wrong += [
+        f"timeouts.{key}: unknown" for key in given.get("timeouts") or {} if key not in TIMEOUTS
+    ]
+    vocab = given.get("vocab")
+    if isinstance(vocab, list) and (len(vocab) != 2 or not 0 <= vocab[0] < vocab[1]):
+        wrong.append(f"vocab: [first, end) with 0 <= first < end is needed, found {vocab}")
+    for key in ("prompt_tokens", "chunk_size"):
+        if isinstance(given.get(key), int) and given[key] < 1:
+            wrong.append(f"{key}: at least 1 is needed, found {given[key]}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    config = {**OPTIONAL, **given}
+    config["timeouts"] = {**TIMEOUTS, **(given.get("timeouts") or {})}
+    return config
