@@ -95,7 +95,7 @@ class Base:
         return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
     def status(self) -> dict[str, Any]:
-        done = self.run("status")
+        done = self.run("--json", "status")
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
@@ -151,6 +151,9 @@ def test_from_nothing_to_all_running_and_again_without_a_change(base: Base) -> N
     before = base.status()
     assert {row["state"] for row in before["services"].values()} == {"DOWN"}
     assert not any(row["current"] for row in before["services"].values())
+    (base.root / "etc" / "pruner.json").unlink()  # neither described nor ever run
+    assert base.status()["services"]["pruner"]["current"] is False
+    base.render()
     base.call("ensure")
     assert base.good()
     pids = base.pids()
@@ -186,6 +189,7 @@ def test_restarted_by_hand_and_a_start_of_one_that_runs(running: Base) -> None:
     pids = running.pids()
     running.call("start", "cache")  # it runs, and stays as it is
     assert running.pids() == pids
+    assert not (running.root / "run" / "cache.now").exists()  # nor is its next pause skipped
     running.call("restart", "cache", "runner")
     after = running.pids()
     assert {name for name in ORDER if after[name] != pids[name]} == {"cache", "runner"}
@@ -311,6 +315,6 @@ def test_wrong_names_and_users_are_refused(base: Base) -> None:
     assert "no service vllm" in base.call("restart", "vllm", rc=2)
     script = str(base.root / "bin" / "services.py")
     argv = [sys.executable, script, "--base", str(base.root), "--user", "nobody-of-that-name"]
-    done = subprocess.run([*argv, "status"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*argv, "--json", "status"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "there is no user nobody-of-that-name" in done.stderr

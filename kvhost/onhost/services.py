@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Looks at and moves the services of kvhost where PID 1 is not systemd (supervisord does the work).
 
-services.py --base DIR --user U status              JSON: {name: {state, current, pid, …}}
+services.py --base DIR --user U [--json] status     who runs, and with its present configuration?
 services.py --base DIR --user U ensure              all run, each with its present configuration
 services.py --base DIR --user U start|stop|restart [NAME …]
 services.py --base DIR --user U shutdown            stops all, and supervisord
@@ -75,15 +75,23 @@ def entry(host: Host, name: str, wanted: str | None, states: Any) -> dict[str, A
     }
 
 
+def show_status(found: dict[str, Any], as_json: bool) -> int:
+    """Prints the state of the services; 0 when all run with their present configuration."""
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    for name, entry in found["services"].items():
+        old = "" if entry["current"] else "  (with an older configuration)"
+        print(f"{name:<8} {entry['state']:<9} {entry['detail']}{old}")
+    every = found["services"].values()
+    return 0 if all(e["state"] == "RUNNING" and e["alive"] and e["current"] for e in every) else 1
+
+
 def status(host: Host) -> dict[str, Any]:
     states = host.states()
     rows = {name: entry(host, name, host.wanted_digest(name), states) for name in ORDER}
     fresh = states is not None and host.conf_read() == host.conf_digests()
     return {"services": rows, "supervisor_fresh": fresh}
-
-
-def good(row: dict[str, Any]) -> bool:
-    return row["state"] == "RUNNING" and bool(row["alive"]) and bool(row["current"])
 
 
 def end_supervisors(host: Host) -> None:
@@ -165,7 +173,7 @@ def shutdown(host: Host) -> None:
 
 def ensure(host: Host) -> None:
     bring_supervisor(host)
-    stale, late = [], []
+    stale = []
     for name in ORDER:
         wanted = host.wanted_digest(name)
 
@@ -176,15 +184,12 @@ def ensure(host: Host) -> None:
 
         wait_until(settled, 10)
         row = entry(host, name, wanted, host.states())
-        if good(row):
-            continue
         if not row["coming"] and not (row["alive"] and row["current"]):
             say(f"{'restarting' if row['alive'] else 'starting'} {name}")
             stale.append(name)
-        late.append(name)
     for name in reversed(stale):
         stop(host, name)
-    start(host, late)
+    start(host, list(ORDER))
 
 
 def start(host: Host, names: list[str]) -> None:
@@ -254,6 +259,7 @@ def give_up(host: Host, name: str, why: str | None) -> NoReturn:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
+    parser.add_argument("--json", action="store_true", help="status as JSON")
     parser.add_argument("--user", required=True)
     parser.add_argument(
         "command", choices=["status", "ensure", "start", "stop", "restart", "shutdown"]
@@ -267,8 +273,8 @@ def main() -> int:
     try:
         host = Host(args.base, args.user)
         if args.command == "status":
-            print(json.dumps(status(host)))
-        elif args.command == "ensure":
+            return show_status(status(host), as_json=args.json)
+        if args.command == "ensure":
             ensure(host)
         elif args.command == "shutdown":
             shutdown(host)
