@@ -5,9 +5,11 @@ from deploys.common.prepare import prepare
 from deploys.common.refused import refused
 from deploys.common.runlock import take_lock
 
-run = prepare()
+run = prepare(only_refusals=True)
 if run is None:
-    refused(name="refused: see the plan above")
+    refused(name="refused: see above")
+elif run.report.kvhost.data is None or run.report.kvhost.data.receipt.data is None:
+    refused(name="not provisioned: bin/up does that")
 else:
     take_lock(name="host: one run at a time", run=run)
     verify.deploy(run, always=True)

@@ -35,6 +35,8 @@ _pass_all = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help
 
 def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     """Runs a deploy file from the repository's root; pyinfra's own exit code."""
+    if inventory.endswith(".py") and not (REPO / inventory).exists():
+        raise click.ClickException(f"no such inventory: {REPO / inventory}")
     program = Path(sys.executable).with_name("pyinfra")
     if not program.exists():
         raise click.ClickException(
@@ -119,13 +121,16 @@ def _run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         code = pyinfra(inventory, deploy, ("-y", *args))
         lines = told.read_text().splitlines() if told.exists() else []
     verdicts: dict[str, Persisted] = {}
-    for line in lines:
-        entry = json.loads(line)
+    entries = [json.loads(line) for line in lines]
+    for entry in (entry for entry in entries if "persisted" in entry):
         verdicts[entry["host"]] = entry["persisted"]
         click.echo(f"{entry['host']}: persisted {entry['persisted']} ({entry['time']})")
     if not verdicts:
-        click.echo("no verdict: " + ("the run failed, see above" if code else "verify is never"))
-        return 1 if code else 0
+        untested = not code and bool(entries)
+        click.echo(
+            "no verdict: " + ("verify is never" if untested else "the run failed, see above")
+        )
+        return 0 if untested else 1
     worst = _worst(list(verdicts.values()))
     # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1
     return worst if worst or not code else 1

@@ -47,7 +47,12 @@ __all__ = [
     "refused",
 ]
 
-SERVICES: tuple[tuple[Stage, str], ...] = (("cache", "the cache server"), ("runner", "the runner"))
+#: name, stage, words
+SERVICES: tuple[tuple[str, Stage, str], ...] = (
+    ("cache", "cache", "the cache server"),
+    ("pruner", "cache", "the pruner"),
+    ("runner", "runner", "the runner"),
+)
 
 
 def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan:
@@ -56,7 +61,8 @@ def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan
     actions += _engine(settings, report, facts) + _model(settings, report, facts)
     renewed = any(a.stage == "engine" and a.state == "change" for a in actions)
     actions += _services(settings, report, facts, renewed)
-    actions.append(_verify(settings, actions))
+    actions.append(_receipt(report, facts))
+    actions.append(_verify(settings, report, actions))
     return Plan(
         tuple(actions),
         tuple(find_refusals(settings, report, facts)),
@@ -129,7 +135,7 @@ def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[A
     link = current.data
     to = bool(env and link and link.resolves and link.target.rstrip("/").endswith(f"/{env.name}"))
     state = "unknown" if state == "unknown" else _state(current, to)
-    running = [words for name, words in SERVICES if alive(report, name)]
+    running = [words for name, _, words in SERVICES if name != "pruner" and alive(report, name)]
     cost = f"restarts {' and '.join(running)}" if running else ""
     what = "switch current to that engine"
     actions.append(Action("engine", what, state, (cost or None) if state == "change" else None))
@@ -158,12 +164,12 @@ def _services(
     actions = [_namespace(settings, report, facts)]
     services, files = _own(report, "services"), _own(report, "files")
     changed = _changed_files(settings, report, facts)
-    for stage, words in SERVICES:
-        mine, running = changed[stage], alive(report, stage)
+    for name, stage, words in SERVICES:
+        mine, running = changed[name], alive(report, name)
         cost = None
         if services.status == "unreadable" or files.status == "unreadable":
             state: State = "unknown"
-        elif mine or renewed or not running:
+        elif mine or (renewed and name != "pruner") or not running:
             state = "change"
             cost = f"restarts {words}" if running else f"starts {words}"
         else:
@@ -175,17 +181,14 @@ def _services(
 
 def _changed_files(
     settings: Settings, report: HostReport, facts: PlanInputs
-) -> dict[Stage, list[str]]:
+) -> dict[str, list[str]]:
     """Rendered files that differ from the host's or lack there, by whom they concern."""
-    found: dict[Stage, list[str]] = {"host": [], "cache": [], "runner": []}
+    found: dict[str, list[str]] = {"host": [], **{name: [] for name, _, _ in SERVICES}}
     on_host = _own(report, "files").data or {}
     for path, digest in sorted((facts.rendered or {}).items()):
         name = path.removeprefix(f"{settings.paths.etc}/")
-        whose: Stage = "host"
-        if name != path and ("cache" in name or "pruner" in name):
-            whose = "cache"
-        elif name != path and ("runner" in name or "vllm" in name):
-            whose = "runner"
+        stem = name.partition(".")[0] if name != path else "host"
+        whose = "runner" if stem == "vllm" else stem if stem in found else "host"
         if path not in on_host or on_host[path].sha256 != digest:
             found[whose].append(path.removeprefix(f"{settings.base_dir}/"))
     return found
@@ -220,13 +223,23 @@ def _difference(last: Namespace, facts: PlanInputs) -> str:
     return f" ({', '.join(changes)})" if changes else ""
 
 
-def _verify(settings: Settings, actions: list[Action]) -> Action:
+def _receipt(report: HostReport, facts: PlanInputs) -> Action:
+    receipt = _own(report, "receipt")
+    same = isinstance(receipt.data, dict) and receipt.data.get("settings") == facts.settings_digest
+    return Action("runner", "receipt of the settings", _state(receipt, same))
+
+
+def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Action:
+    last = _own(report, "verified").data
+    persisted = last.get("persisted") if isinstance(last, dict) else None
     states = {action.state for action in actions}
     what = "restart-persistence test"
     if settings.verify == "never":
         return Action("verify", f"no {what} (verify = never)", "keep")
     cost = "restarts the cache server and the runner"
-    if settings.verify == "always" or "change" in states:
+    if persisted not in ("PASS", None):
+        what = f"{what} again: the last verdict is {persisted}"
+    if settings.verify == "always" or "change" in states or persisted != "PASS":
         return Action("verify", what, "change", cost)
     if "unknown" in states:
         return Action("verify", f"{what}, if something changes", "unknown")
@@ -279,10 +292,22 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         notes.append(f"tier_dir holds what is not kvhost's and stays untouched: {foreign}.")
     if report.adoptable.status == "unreadable":
         notes.append(f"What could be adopted here is not known: {report.adoptable.why}.")
+    engines: dict[tuple[str, int], list[str]] = {}
     for process in adoptable.processes if adoptable else []:
+        engines.setdefault((process.comm, process.uid), []).append(str(process.pid))
+    for (comm, uid), pids in engines.items():
         notes.append(
-            f"Runs here already, not kvhost's, left alone: process {process.pid} ({process.comm}) "
-            f"of uid {process.uid}: {' '.join(process.argv)[:160]}"
+            f"Runs here already, not kvhost's, left alone: {comm} of uid {uid}, "
+            f"process {', '.join(pids)}."
+        )
+    if (
+        kvhost
+        and not facts.with_key
+        and f"{settings.paths.secrets}/api-key" in (kvhost.files.data or {})
+    ):
+        notes.append(
+            "THE API KEY IS REMOVED: this run was given none, and the API will be open to all who "
+            f"reach {settings.api_host}:{settings.api_port}. Set KVHOST_API_KEY or api_key_file."
         )
     for unit in adoptable.units if adoptable else []:
         notes.append(f"systemd unit {unit} is here, not kvhost's, left alone.")

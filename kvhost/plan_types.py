@@ -51,6 +51,7 @@ class PlanInputs:
     engine_config: Mapping[str, object] = field(default_factory=dict)
     rendered: Mapping[str, str] | None = None
     lock_is_stale: bool | None = None
+    with_key: bool = False
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,7 @@ class HostFile(_Model):
 class Kvhost(_Model):
     base: Part[Base]
     receipt: Part[Any]
+    verified: Part[Any]
     current: Part[Current]
     envs: Part[list[Built]]
     tools: Part[list[Built]]

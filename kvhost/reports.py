@@ -25,7 +25,7 @@ TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem tak
 
 
 REPO = Path(__file__).resolve().parents[1]
-#: Names a file to which a run appends one line of JSON for each host: host, persisted, time.
+#: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
 SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
 
@@ -34,12 +34,13 @@ def reports_dir() -> Path:
     return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))
 
 
-def tell_summary(host: str, persisted: str, time: str) -> None:
-    """For the command that started this run, if it asked: the verdict that stands for a host."""
+def tell_summary(host: str, **verdict: str) -> None:
+    """For the command that started this run, if it asked: that a host is run, and later the
+    verdict that stands for it (persisted, time)."""
     name = os.environ.get(SUMMARY_VARIABLE)
     if name:
         with Path(name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"host": host, "persisted": persisted, "time": time}) + "\n")
+            file.write(json.dumps({"host": host, **verdict}) + "\n")
 
 
 class Report(BaseModel):

@@ -115,7 +115,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "server-in-use",
         "The server is in use; the test restarts it.",
-        "Run it when nobody uses the server, or give --disrupt.",
+        "Run it when nobody uses the server, or disturb it: kvhost verify --disrupt, or "
+        "--data disrupt=true.",
         _in_use,
     ),
     Row(

@@ -110,6 +110,7 @@ def healthy() -> dict[str, Any]:
         "ports": ok({"wanted": [], "listening": [listener(port=22)]}),
         "packages": ok({"libnuma1": "installed"}),
         "kvhost": ok({"base": absent(), "receipt": absent(), "current": absent(),
+                      "verified": absent(),
                       "envs": absent(), "tools": absent(), "models": absent(), "tier": absent(),
                       "services": absent(), "run_lock": absent(), "files": ok({})}),
         "model": absent(),
@@ -152,6 +153,12 @@ def parts(other: dict[str, Any]) -> tuple[PlanInputs, dict[str, Any]]:
     return replace(FACTS, **fields), {k: v for k, v in other.items() if k not in fields}
 
 
+def running(*names: str, dead: str | None = None) -> dict[str, Any]:
+    """Services that run, and one that has died."""
+    rows = [service(name, pid) for pid, name in enumerate(names)]
+    return ok(rows + ([service(dead, 99, alive=False)] if dead else []))
+
+
 def installed_host() -> dict[str, Any]:
     """Everything is there and runs."""
     name = f"ns-{CONFIG[:24]}"
@@ -166,7 +173,9 @@ def installed_host() -> dict[str, Any]:
         "kvhost.current": ok({"target": f"/var/lib/kvhost/envs/{LOCK[:24]}", "resolves": True}),
         "kvhost.models": ok([built(BUILTIN[:16])]),
         "kvhost.tier": ok({"namespaces": [namespace(name, GIB)], "foreign": []}),
-        "kvhost.services": ok([service("runner", 1), service("cache", 2)]),
+        "kvhost.services": ok([service(n, i) for i, n in enumerate(("runner", "cache", "pruner"))]),
+        "kvhost.receipt": ok({"settings": FACTS.settings_digest}),
+        "kvhost.verified": ok({"persisted": "PASS"}),
     }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_what_was_broken_behind_its_back_is_seen_and_mended(provisioned: Site) -
     assert (base / "current").readlink() == link
     assert "max-num-seqs" not in (base / "etc/vllm.yaml").read_text()
     assert stat.S_IMODE((base / "secrets/api-key").stat().st_mode) == 0o600
-    states = json.loads(provisioned.services("status").text.splitlines()[-1])["services"]
+    states = json.loads(provisioned.services("--json", "status").text.splitlines()[-1])["services"]
     assert all(s["state"] == "RUNNING" and s["alive"] and s["current"] for s in states.values())
     assert answer(provisioned) == 200
     assert provisioned.up(verify="never").changed() == []

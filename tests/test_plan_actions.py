@@ -34,7 +34,7 @@ from tests.plan_cases import (
     ok,
     parts,
     plan,
-    service,
+    running,
 )
 
 
@@ -76,10 +76,15 @@ def test_everything_changes_on_a_bare_host_and_in_order() -> None:
          "restarts the cache server and the runner"),
         ({"kvhost.current.resolves": False}, "switch", "restarts the cache server and the runner"),
         ({"kvhost.models": absent()}, "model", "55 MiB on disk"),
-        ({"kvhost.services": ok([service("cache", 2)])}, "the runner", "starts the runner"),
-        ({"kvhost.services": ok([service("runner", 2)])}, "the cache", "starts the cache server"),
-        ({"kvhost.services": ok([service("cache", 2), service("runner", 1, alive=False)])},
+        ({"kvhost.services": running("cache", "pruner")}, "the runner", "starts the runner"),
+        ({"kvhost.services": running("runner", "pruner")}, "the cache", "starts the cache server"),
+        ({"kvhost.services": running("runner", "cache")}, "the pruner", "starts the pruner"),
+        ({"kvhost.services": running("cache", "pruner", dead="runner")},
          "the runner", "starts the runner"),
+        ({"kvhost.receipt": ok({"settings": "other"})}, "receipt", None),
+        ({"kvhost.receipt": absent()}, "receipt", None),
+        ({"kvhost.verified": ok({"persisted": "FAIL"})}, "the last verdict is FAIL",
+         "restarts the cache server and the runner"),
     ],
 )  # fmt: skip
 def test_each_drift_is_a_change_of_its_own(
@@ -90,14 +95,15 @@ def test_each_drift_is_a_change_of_its_own(
     assert (found.state, found.cost) == ("change", cost)
     others = {a.stage for a in got.actions if a.state == "change" and a is not found}
     renewed = found.stage == "engine"  # a new engine restarts both services
-    assert others == {"verify"} | ({"cache", "runner"} if renewed else set())
+    verify = set() if found.stage == "verify" else {"verify"}
+    assert others == verify | ({"cache", "runner"} if renewed else set())
 
 
 @pytest.mark.parametrize(
     "file, stage, cost",
     [
         ("etc/cache.json", "cache", "restarts the cache server"),
-        ("etc/pruner.json", "cache", "restarts the cache server"),
+        ("etc/pruner.json", "cache", "restarts the pruner"),
         ("etc/runner.json", "runner", "restarts the runner"),
         ("etc/vllm.yaml", "runner", "restarts the runner"),
         ("bin/pruner.py", "host", None),
@@ -143,17 +149,17 @@ def test_what_is_not_known_is_unknown() -> None:
     changes = {f"kvhost.{name}": unreadable for name in ("current", "files", "envs", "tools")}
     got = plan({**installed_host(), **changes})
     unknown = [a.what for a in got.actions if a.state == "unknown"]
-    assert len(unknown) == 7
+    assert len(unknown) == 8
     for name in ("packages", "kvhost.services"):
         got_without = plan({**installed_host(), name: unreadable})
         assert [a.state for a in got_without.actions].count("unknown") == (
-            2 if name == "packages" else 3
+            2 if name == "packages" else 4
         )
     assert action(got, "restart-persistence").state == "unknown"
     not_resolved = replace(FACTS, engine_config_digest=None, rendered=None)
     got = plan(installed_host(), not_resolved)
     assert [a.stage for a in got.actions if a.state == "unknown"] == [
-        "cache", "cache", "runner", "verify"
+        "cache", "cache", "cache", "runner", "verify"
     ]  # fmt: skip
 
 
@@ -199,7 +205,9 @@ def test_a_model_of_the_hub() -> None:
         ({"kvhost.tier": ok({"namespaces": [], "foreign": ["cat.jpg"]})}, {}, "untouched: cat.jpg"),
         ({"adoptable.units": ["ollama.service"]}, {}, "systemd unit ollama.service"),
         ({"adoptable.processes": [{"pid": 9, "comm": "vllm", "argv": ["vllm", "serve"], "uid": 1}]},
-         {}, "process 9 (vllm) of uid 1: vllm serve"),
+         {}, "left alone: vllm of uid 1, process 9."),
+        ({**installed_host(), "kvhost.files": ok({"/var/lib/kvhost/secrets/api-key": {
+          "uid": 990, "mode": "0600", "sha256": None}})}, {}, "THE API KEY IS REMOVED"),
         ({"adoptable.hf_caches": [{"user": "ann", "path": "/h", "models":
           ok([{"name": "org/m", "bytes": GIB}])}]}, {}, "cache of ann, /h: org/m (1 GiB)"),
         ({"adoptable.hf_caches": [{"user": "ann", "path": "/h", "models":
@@ -250,9 +258,9 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
         assert "".join(note.split()) in "".join(text.split())
     assert "web[1]: refused, 3 reasons" in text
     assert "good: no change" in text
-    assert shown({"a": plan(facts=replace(FACTS, rendered=None))}).startswith("a: 11 to change\n")
+    assert shown({"a": plan(facts=replace(FACTS, rendered=None))}).startswith("a: 13 to change\n")
     unknown = plan(installed_host(), replace(FACTS, rendered=None, engine_config_digest=None))
-    assert shown({"a": unknown}).startswith("a: 0 to change, 4 unknown\n")
+    assert shown({"a": unknown}).startswith("a: 0 to change, 5 unknown\n")
     assert "hosts" not in shown({"a": unknown})
     firsts = [line.split()[0] for line in shown({"a": unknown}).splitlines() if line.strip()]
     assert [firsts.count(stage) for stage in ("host", "engine", "cache", "verify")] == [1] * 4
@@ -260,8 +268,8 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
 
 
 def test_what_a_host_says_cannot_steer_the_terminal() -> None:
-    argv = ["vllm", "\x1b[2J\x07[red]x[/red]"]
-    row = {"pid": 9, "comm": "vllm", "argv": argv, "uid": 1}
+    comm = "vllm\x1b[2J\x07[red]x[/red]"
+    row = {"pid": 9, "comm": comm, "argv": ["vllm"], "uid": 1}
     text = shown({"a": plan({"adoptable.processes": [row]})})
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -27,7 +27,9 @@ from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan_host import minor
 from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
+from kvhost.reports import tell_summary
 from kvhost.secrets import SecretError, api_key, hf_token
+from kvhost.services import services
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
 RUN_ID = uuid.uuid4().hex[:12]
@@ -79,10 +81,11 @@ def gather(settings: Settings) -> HostReport:
         raise DeployError(f"{host.name}: {error}") from error
 
 
-def prepare() -> Run | None:
+def prepare(*, only_refusals: bool = False) -> Run | None:
     """Everything that is decided before a host is touched; None if the host is refused.
 
-    Prints the plans of all hosts in one table as soon as the last is known.
+    Prints the plans of all hosts in one table as soon as the last is known; with
+    ``only_refusals`` (a run that installs nothing) what stands against it, and nothing else.
     """
     settings = all_settings()[host.name]
     try:
@@ -105,9 +108,10 @@ def prepare() -> Run | None:
     lock = read_lock(REPO / "locks", info, version, settings.engine_wheel)
     inputs = plan_inputs(settings, report, info, lock, with_key=key is not None)
     plan = make_plan(settings, report, inputs)
-    show(plan)
+    show(Plan((), plan.refusals, ()) if only_refusals else plan)
     if plan.refusals or python is None:
         return None
+    tell_summary(host.name)
     return Run(
         host=host.name,
         run_id=RUN_ID,
@@ -139,7 +143,8 @@ def only_packages(report: HostReport, names: tuple[str, ...]) -> HostReport:
 
 def show(plan: Plan) -> None:
     _plans[host.name] = plan
-    if len(_plans) == len(context.state.inventory.get_active_hosts()):
+    told = [plan for plan in _plans.values() if plan.actions or plan.refusals]
+    if told and len(_plans) == len(context.state.inventory.get_active_hosts()):
         # stderr: stdout is pyinfra's --json
         Console(stderr=True).print(render_plans(_plans))
 
@@ -165,7 +170,8 @@ def plan_inputs(
         builtin_bytes=builtin["weights_bytes"],
         engine_config_digest=digest_of(fields) if fields is not None else None,
         engine_config=fields or {},
-        rendered=rendered(settings, with_key=with_key),
+        rendered=rendered(settings, lock, fields, with_key=with_key),
+        with_key=with_key,
         lock_is_stale=is_dead(run_lock.content) if run_lock else None,
     )
 
@@ -182,10 +188,21 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
     return need_of(report.model.data.config.data, weights, settings)
 
 
-def rendered(settings: Settings, *, with_key: bool) -> Mapping[str, str]:
-    """sha256 of what this run would write, as far as that is known before it starts."""
+def rendered(
+    settings: Settings,
+    lock: EngineLock,
+    fields: Mapping[str, Any] | None,
+    *,
+    with_key: bool,
+) -> Mapping[str, str]:
+    """sha256 of what this run would write, as far as that is known before it starts: what
+    describes the services only where the namespace (``fields``) can be told."""
     texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in scripts()}
     texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings, with_key=with_key)
+    if fields is not None:
+        namespace_dir = settings.paths.namespace(digest_of(fields))
+        for one in services(settings, settings.paths, namespace_dir, with_key=with_key):
+            texts[f"{settings.paths.etc}/{one.name}.json"] = one.launch_spec(settings.paths)
     return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pyinfra.operations import files
+
 from deploys.common.context import Run
 from deploys.common.operations import secret_file
 from deploys.runner.operations import receipt, service_files, services_answer
@@ -16,6 +18,8 @@ def deploy(run: Run) -> None:
             secret=run.api_key,
             user=run.user,
         )
+    else:
+        files.file(name="runner: no API key", path=api_key_path(run.paths), present=False)
     service_files(name="runner: descriptions of the services", run=run)
     services_answer(name="runner: services run and have answered", run=run)
     receipt(name="runner: receipt", run=run)

@@ -12,9 +12,9 @@ from pyinfra.operations import files
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, executing, refuse, shown, unknown_yet
+from deploys.common.ready import ready_command
 from deploys.common.rendered import Late, look, supervisord_conf, vllm_yaml
 from kvhost.receipt import make_receipt
-from kvhost.services import api_key_path, api_url, served_name
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -53,24 +53,13 @@ def services_command(run: Run, *words: str) -> tuple[str, ...]:
     return ("python3", run.script("services"), *base, *words)
 
 
-def ready_command(run: Run, *words: str) -> tuple[str, ...]:
-    settings = run.settings
-    key = ("--key-file", api_key_path(run.paths)) if run.api_key is not None else ()
-    return (
-        "python3", run.script("ready"), "--base", run.paths.base_dir,
-        "--api", api_url(settings),
-        "--cache", f"http://127.0.0.1:{settings.cache_http_port}",
-        "--model", served_name(settings), *key, *words,
-    )  # fmt: skip
-
-
 @operation()
 def services_answer(run: Run) -> Commands:
     """Every service runs with its present configuration, and a request has been answered.
 
     + run: the run of this host
     """
-    state = host.get_fact(CommandJson, argv=services_command(run, "status"))
+    state = host.get_fact(CommandJson, argv=services_command(run, "--json", "status"))
     good = state["status"] == "ok" and state["data"]["supervisor_fresh"]
     good = good and all(
         entry["state"] == "RUNNING" and entry["alive"] and entry["current"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from datetime import UTC, datetime
 from io import BytesIO, StringIO
 from typing import Any
@@ -21,6 +22,7 @@ from deploys.common.operations import (
     refuse,
     unknown_yet,
 )
+from deploys.common.ready import ready_command
 from deploys.common.rendered import Late, look
 from kvhost.evidence_model import parse_evidence
 from kvhost.reports import (
@@ -102,16 +104,15 @@ def restart_test(run: Run, asked: bool) -> Commands:
     digest = hashlib.sha256(json.dumps(receipt["data"], sort_keys=True).encode()).hexdigest()
     verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
     known = verified["data"] if verified["status"] == "ok" else {}
-    if not asked and known.get("receipt") == digest and not changed_so_far():
+    stands = known.get("receipt") == digest and known.get("persisted") == "PASS"
+    if not asked and stands and not changed_so_far():
         tell_last(run, known)
-        if known.get("persisted") != "PASS":
-            yield refuse(f"the last verdict is {known.get('persisted')}: kvhost verify repeats it")
         return
     yield FunctionCommand(test_and_judge, (run, late, digest), {})
 
 
 def tell_last(run: Run, known: dict[str, Any]) -> None:
-    tell_summary(run.host, known["persisted"], known["time"])
+    tell_summary(run.host, persisted=known["persisted"], time=known["time"])
     last = latest_report(reports_dir(), run.host)
     if last is not None and last.time == known.get("time"):
         Console(stderr=True).print(headline(run.host, last.verdict))
@@ -125,6 +126,13 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     """Collects the evidence on the host, judges it here, keeps the report. False: not PASS."""
     config, out = f"{run.paths.state}/verify.json", f"{run.paths.state}/evidence.json"
     how = connector_arguments()
+    # a server that is only starting is waited for, and keeps its verdict if it does not come
+    wait = ready_command(run, "--timeout", str(run.settings.ready_timeout_s))
+    ok, _ = host.run_shell_command(StringCommand(shlex.join(wait)), print_output=True, **how)
+    if not ok:
+        message = "the server does not answer, so there is nothing to test: bin/up mends it"
+        host.log_styled(message, fg="red", log_func=logger.error)
+        return False
     # a test that is broken off leaves no old verdict standing
     command = StringCommand(f"rm -f {run.paths.state}/verified.json {out}")
     host.run_shell_command(command, **how)
@@ -142,9 +150,17 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     verdict = judge(evidence, Thresholds(min_hit=run.settings.verify_min_hit))
     report = make_report(run.host, verdict, evidence, datetime.now(UTC))
     path = write_report(reports_dir(), report)
-    Console(stderr=True).print(verdict_table(run.host, verdict))
+    if evidence.refused is None:
+        Console(stderr=True).print(verdict_table(run.host, verdict))
+    else:  # nothing was measured: a table would be a list of what is missing
+        Console(stderr=True).print(headline(run.host, verdict))
+        logger.info(
+            f"    [{run.host}] the server is in use, and the test would restart it. What this run "
+            "changed is in force; only the test was left out. When it may be disturbed:\n"
+            "        kvhost verify --disrupt      (or --data disrupt=true)"
+        )
     logger.info(f"    [{run.host}] report: {path}")
-    tell_summary(run.host, verdict.persisted, report.time)
+    tell_summary(run.host, persisted=verdict.persisted, time=report.time)
     known = {"receipt": digest, "persisted": verdict.persisted, "time": report.time}
     text = StringIO(json.dumps(known) + "\n")
     host.put_file(text, f"{run.paths.state}/verified.json", **how)

@@ -359,6 +359,7 @@ def kvhost(base: Path, tier_dir: Path) -> Data:
     return {
         "base": part(lambda: base_state(base)),
         "receipt": part(lambda: json_file(base / "state" / "receipt.json")),
+        "verified": part(lambda: json_file(base / "state" / "verified.json")),
         "current": part(lambda: current(base)),
         "envs": part(lambda: built(base / "envs", False)),
         "tools": part(lambda: built(base / "tools", False)),
