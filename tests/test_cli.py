@@ -1,0 +1,66 @@
+"""The command: exit codes, and that a run that reached nobody is no success."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli
+from kvhost.reports import tell_summary
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, list(words))
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "plan"])
+def test_an_inventory_that_is_not_there_is_an_error(command: str) -> None:
+    code, text = run(command, "--inventory", "nope.py")
+    assert code == 1
+    assert "no such inventory" in text
+    assert "nope.py" in text
+
+
+RUNS: list[tuple[int, list[dict[str, str]], int, str]] = [
+    (0, [{"host": "a"}, {"host": "a", "persisted": "PASS", "time": "T"}], 0, "a: persisted PASS (T)"),
+    (1, [{"host": "a"}, {"host": "a", "persisted": "FAIL", "time": "T"}], 1, "persisted FAIL"),
+    (1, [{"host": "a"}, {"host": "a", "persisted": "INCONCLUSIVE", "time": "T"}], 2, "INCONCLUSIVE"),
+    # one passed, another failed before its verdict
+    (1, [{"host": "a"}, {"host": "a", "persisted": "PASS", "time": "T"}, {"host": "b"}], 1, "a: "),
+    (0, [{"host": "a"}], 0, "verify is never"),
+    (0, [], 1, "the run failed"),
+    (1, [{"host": "a"}], 1, "the run failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("code, told, wanted, words", RUNS)
+def test_the_exit_code_is_the_runs_and_the_verdicts(
+    monkeypatch: pytest.MonkeyPatch, code: int, told: list[dict[str, str]], wanted: int, words: str
+) -> None:
+    def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        for entry in told:
+            tell_summary(**entry)
+        return code
+
+    monkeypatch.setattr(cli, "pyinfra", pyinfra)
+    got, text = run("up")
+    assert (got, words in text) == (wanted, True), text
+
+
+def test_disrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cli, "pyinfra", lambda i, d, args: seen.append((d, *args)) or 0)
+    run("verify", "--disrupt", "--limit", "web")
+    assert seen == [("verify.py", "-y", "--data", "disrupt=true", "--limit", "web")]
+
+
+def test_status_without_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVHOST_REPORTS", str(tmp_path))
+    code, text = run("status")
+    assert (code, "No verdict yet" in text) == (2, True)
+    code, text = run("status", "--json")
+    assert (code, json.loads(text)) == (2, {})
