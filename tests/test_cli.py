@@ -25,16 +25,23 @@ def test_an_inventory_that_is_not_there_is_an_error(command: str) -> None:
     assert "nope.py" in text
 
 
+STARTED = {"host": "a"}
+
+
+def verdict(persisted: str) -> dict[str, str]:
+    return {"host": "a", "persisted": persisted, "time": "T"}
+
+
 RUNS: list[tuple[int, list[dict[str, str]], int, str]] = [
-    (0, [{"host": "a"}, {"host": "a", "persisted": "PASS", "time": "T"}], 0, "a: persisted PASS (T)"),
-    (1, [{"host": "a"}, {"host": "a", "persisted": "FAIL", "time": "T"}], 1, "persisted FAIL"),
-    (1, [{"host": "a"}, {"host": "a", "persisted": "INCONCLUSIVE", "time": "T"}], 2, "INCONCLUSIVE"),
+    (0, [STARTED, verdict("PASS")], 0, "a: persisted PASS (T)"),
+    (1, [STARTED, verdict("FAIL")], 1, "persisted FAIL"),
+    (1, [STARTED, verdict("INCONCLUSIVE")], 2, "INCONCLUSIVE"),
     # one passed, another failed before its verdict
-    (1, [{"host": "a"}, {"host": "a", "persisted": "PASS", "time": "T"}, {"host": "b"}], 1, "a: "),
-    (0, [{"host": "a"}], 0, "verify is never"),
+    (1, [STARTED, verdict("PASS"), {"host": "b"}], 1, "a: "),
+    (0, [STARTED], 0, "verify is never"),
     (0, [], 1, "the run failed"),
-    (1, [{"host": "a"}], 1, "the run failed"),
-]  # fmt: skip
+    (1, [STARTED], 1, "the run failed"),
+]
 
 
 @pytest.mark.parametrize("code, told, wanted, words", RUNS)
@@ -53,7 +60,12 @@ def test_the_exit_code_is_the_runs_and_the_verdicts(
 
 def test_disrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, ...]] = []
-    monkeypatch.setattr(cli, "pyinfra", lambda i, d, args: seen.append((d, *args)) or 0)
+
+    def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        seen.append((deploy, *args))
+        return 0
+
+    monkeypatch.setattr(cli, "pyinfra", pyinfra)
     run("verify", "--disrupt", "--limit", "web")
     assert seen == [("verify.py", "-y", "--data", "disrupt=true", "--limit", "web")]
 

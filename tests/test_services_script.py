@@ -154,6 +154,9 @@ def test_from_nothing_to_all_running_and_again_without_a_change(base: Base) -> N
     (base.root / "etc" / "pruner.json").unlink()  # neither described nor ever run
     assert base.status()["services"]["pruner"]["current"] is False
     base.render()
+    record = base.root / "run" / "pruner.json"
+    record.write_text(json.dumps({"pid": os.getpid(), "start_ticks": 1}))  # a PID used again
+    assert base.status()["services"]["pruner"]["alive"] is False
     base.call("ensure")
     assert base.good()
     pids = base.pids()
@@ -317,4 +320,4 @@ def test_wrong_names_and_users_are_refused(base: Base) -> None:
     argv = [sys.executable, script, "--base", str(base.root), "--user", "nobody-of-that-name"]
     done = subprocess.run([*argv, "--json", "status"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "there is no user nobody-of-that-name" in done.stderr
+    assert done.stderr == "services: there is no user nobody-of-that-name on this host\n"
