@@ -39,7 +39,15 @@ _NEVER_BELOW = {
     "/var/tmp": "it is cleaned by age, and hidden from services with a private /tmp",
 }
 # A directory below these is fine; they themselves are shared with others.
-_NOT_ITSELF = frozenset({"/", "/home", "/media", "/mnt", "/opt", "/srv", "/var", "/var/lib"})
+_NOT_ITSELF = frozenset({"/", "/home", "/media", "/mnt", "/opt", "/srv", "/var", "/var/lib"}) | {
+    "/var/cache",
+    "/var/opt",
+    "/var/local",
+    "/var/lib/private",
+    "/lost+found",
+}
+
+_FINE_BELOW_VAR = (("lib",), ("cache",), ("opt",), ("local",), ("run",), ("tmp",))
 
 _LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NOT_A_SERVICE_USER = {
@@ -90,6 +98,8 @@ def _own_dir(value: str) -> str:
         # Below some of them kvhost may not lie at once either: then the example is the advice.
         instead = None if value in ("/", "/home", "/var", "/var/lib") else str(path / "kvhost")
         raise Refusal(f"is {value}, which kvhost would share with others", instead)
+    if path.parts[:2] == ("/", "var") and path.parts[2:3] not in _FINE_BELOW_VAR:
+        raise Refusal(f"is {value}, and kvhost keeps nothing there: it is the system's")
     for system, why in _NEVER_BELOW.items():
         if path.is_relative_to(system):
             raise Refusal(f"is {value}, and kvhost keeps nothing in {system}: {why}")

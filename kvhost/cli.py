@@ -102,7 +102,13 @@ def status(as_json: bool) -> None:
 def latest_reports() -> list[Report]:
     """The newest report of every host."""
     newest = {path.parent: path for path in list_reports(reports_dir())}  # oldest first
-    return [load_report(path) for path in newest.values()]
+    reports = []
+    for path in newest.values():
+        try:
+            reports.append(load_report(path))
+        except (OSError, ValueError) as error:
+            click.echo(f"not a report, left out: {path}: {str(error).splitlines()[0]}", err=True)
+    return reports
 
 
 def _worst(verdicts: list[Persisted]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from kvhost.plan_host import (
     SUPPORTED,
@@ -33,6 +34,8 @@ SHM_MARGIN_BYTES = GIB // 8
 Check = Callable[[Settings, HostReport, PlanInputs], Iterator[Refusal]]
 
 
+#: what runlock.py calls the run that holds a lock which it cannot read
+UNREADABLE_LOCK = "unreadable"
 #: Debian gives people uids from here on (adduser.conf, FIRST_UID)
 FIRST_LOGIN_UID = 1000
 
@@ -66,13 +69,15 @@ def _account(settings: Settings, report: HostReport, facts: PlanInputs) -> Itera
     if there is None:
         return
     login = there.shell.rpartition("/")[2] not in ("nologin", "false", "")
-    if login or there.uid == 0 or there.uid >= FIRST_LOGIN_UID:
+    others = there.home.rpartition("/")[2] != "home"  # kvhost's own have BASE_DIR/home
+    if login or others or there.uid == 0 or there.uid >= FIRST_LOGIN_UID:
         yield Refusal(
             "host",
-            "login_account",
-            f"service_user {there.name} is an account that people log in to",
-            f"a system account (uid below {FIRST_LOGIN_UID}, shell nologin), or none of that name",
-            f"{there.name} with uid {there.uid} and shell {there.shell or '(none)'}",
+            "foreign_account",
+            f"service_user {there.name} is an account that kvhost did not make",
+            f"kvhost's own (uid below {FIRST_LOGIN_UID}, shell nologin), or none of that name",
+            f"{there.name} with uid {there.uid}, shell {there.shell or '(none)'}, "
+            f"home {there.home}",
             "set service_user to a name of its own, such as kvhost; the run makes the account",
         )
 
@@ -82,12 +87,12 @@ def _run_lock(settings: Settings, report: HostReport, facts: PlanInputs) -> Iter
     if kvhost is None:
         yield unreadable("host", "kvhost's own state", report.kvhost.why)
         return
-    for name, part in (
-        ("the services' records", kvhost.services),
-        ("the run lock", kvhost.run_lock),
-    ):
-        if part.status == "unreadable":
-            yield unreadable("host", name, part.why)
+    if kvhost.services.status == "unreadable":
+        yield unreadable("host", "the services' records", kvhost.services.why)
+    if kvhost.run_lock.status == "unreadable" and settings.break_lock != UNREADABLE_LOCK:
+        torn = unreadable("host", "the run lock", kvhost.run_lock.why)
+        fix = f"if no other run is at work here: break_lock = {UNREADABLE_LOCK!r}"
+        yield replace(torn, fix=fix)
     lock = kvhost.run_lock.data
     if lock and not lock_is_free(settings, lock, facts):
         run_id = lock.content.get("run_id")

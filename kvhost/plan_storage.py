@@ -59,6 +59,11 @@ def _place(key: str, path: str, base: str, disk: Disk) -> Iterator[Refusal]:
         return Refusal("storage", code, f"{key} {path} {what}", needed, found, fix)
 
     another = f"set {key} to a directory on a disk of this host"
+    if disk.real_path != path:
+        # what may be written is judged by this path, and a link can come to lead elsewhere
+        needed, found = "a path without links", f"it leads to {disk.real_path}"
+        yield no("through_a_link", "is, or lies behind, a link", needed, found,
+                 f"{key} = {disk.real_path!r}, if that is what you mean")  # fmt: skip
     if not disk.directory:
         needed, found = "directories all the way", f"{disk.ancestor} is not a directory"
         yield no("not_a_directory", "cannot be made", needed, found, another)

@@ -34,6 +34,13 @@ def reports_dir() -> Path:
     return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))
 
 
+def check_writable(folder: Path) -> None:
+    """Raises OSError if no report could be kept there: asked before a server is restarted."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def tell_summary(host: str, **verdict: str) -> None:
     """For the command that started this run, if it asked: that a host is run, and later the
     verdict that stands for it (persisted, time)."""

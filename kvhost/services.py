@@ -34,6 +34,9 @@ class Service:
     wait_for: tuple[str, ...] = ()
     #: files whose change means that the service has to be restarted
     watch: tuple[str, ...] = ()
+    #: (source, copy): the service reads the copy, made when it starts, so that what it was started
+    #: with is what its record says, whatever is written to the source meanwhile
+    copies: tuple[tuple[str, str], ...] = ()
     #: commands run before it; the argument "{unclean}" becomes --unclean after an unclean stop
     before: tuple[tuple[str, ...], ...] = ()
     #: it does not start again sooner than this after its end
@@ -54,6 +57,7 @@ class Service:
             "wait_for": list(self.wait_for),
             "wait_s": 120,
             "before": [list(argv) for argv in self.before],
+            "copies": [list(pair) for pair in self.copies],
             "min_gap_s": self.min_gap_s,
             "stop_timeout_s": self.stop_timeout_s,
         }
@@ -214,17 +218,18 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
 
 
 def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> Service:
-    config = f"{paths.etc}/vllm.yaml"
+    config, copy = f"{paths.etc}/vllm.yaml", f"{paths.run}/vllm.yaml"
     return Service(
         name="runner",
         title="vLLM",
         argv=(
-            *(f"{paths.current}/bin/vllm", "serve", "--config", config),
+            *(f"{paths.current}/bin/vllm", "serve", "--config", copy),
             *settings.runner_extra_args,
         ),
         env={**service_env(settings, paths), "PYTHONPATH": paths.lib},
         secret_env={"VLLM_API_KEY": api_key_path(paths)} if with_key else {},
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
+        copies=((config, copy),),
         # Python's names for shared memory and semaphores; both services run as one user
         before=(shm_sweep(paths, "psm_*", "sem.mp-*"),),
         watch=(

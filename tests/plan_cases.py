@@ -46,7 +46,8 @@ def absent() -> dict[str, Any]:
 
 
 def disk(path: str) -> dict[str, Any]:
-    row = {"path": path, "ancestor": "/var/lib", "exists": False, "directory": True,
+    row = {"path": path, "real_path": path, "ancestor": "/var/lib", "exists": False,
+           "directory": True,
            "mount_point": "/", "fs": "ext4", "read_only": False, "noexec": False,
            "total": 100 * GIB, "free": 60 * GIB, "avail": 50 * GIB, "inodes": 10**7,
            "inodes_free": 10**6, "blocked_by": None}  # fmt: skip
@@ -66,9 +67,11 @@ def built(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "complete": True, "marker": {}, "why": None, "bytes": None, **more}
 
 
-def account(uid: int = 999, shell: str = "/usr/sbin/nologin") -> dict[str, object]:
+def account(
+    uid: int = 999, shell: str = "/usr/sbin/nologin", home: str = "/srv/kv/home"
+) -> dict[str, object]:
     """The service's user as a report has it."""
-    return {"name": "kvhost", "uid": uid, "gid": uid, "home": "/srv/kv/home", "shell": shell}
+    return {"name": "kvhost", "uid": uid, "gid": uid, "home": home, "shell": shell}
 
 
 def namespace(name: str, count: int, mtime: float = 1.0, meta: Any = None) -> dict[str, Any]:
@@ -163,8 +166,7 @@ def installed_host() -> dict[str, Any]:
     """Everything is there and runs."""
     name = f"ns-{CONFIG[:24]}"
     return {
-        "users.service_user": {"name": "kvhost", "uid": 990, "gid": 990, "home": "/",
-                               "shell": "/bin/false"},
+        "users.service_user": account(shell="/bin/false"),
         f"{BASE}.exists": True,
         f"{TIER}.exists": True,
         "kvhost.base": ok({"owner": "kvhost", "entries": ["state"]}),

@@ -39,10 +39,12 @@ from tests.plan_cases import (
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("not_root", {"users.uid": 1000, "users.sudo": False, "users.name": "ann"}, {},
      "uid 0", "ann (uid 1000)"),
-    ("login_account", {"users.service_user": account(shell="/bin/bash")}, {},
+    ("foreign_account", {"users.service_user": account(shell="/bin/bash")}, {},
      "shell nologin", "shell /bin/bash"),
-    ("login_account", {"users.service_user": account(uid=1000)}, {}, "below 1000", "uid 1000"),
-    ("login_account", {"users.service_user": account(uid=0)}, {}, "system account", "uid 0"),
+    ("foreign_account", {"users.service_user": account(uid=1000)}, {}, "below 1000", "uid 1000"),
+    ("foreign_account", {"users.service_user": account(uid=0)}, {}, "kvhost's own", "uid 0"),
+    ("foreign_account", {"users.service_user": account(home="/var/www")}, {}, "kvhost's own",
+     "home /var/www"),
     ("run_in_progress", {"kvhost.run_lock": lock()}, {}, "30 min",
      "r1 of ann@laptop:4711, alive 60 s"),
     ("unsupported_os", {"os.version_id": "11"}, {}, "Debian 12", "debian 11"),
@@ -78,6 +80,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("noexec", {f"{BASE}.noexec": True}, {}, "noexec", "ext4 at /, noexec"),
     ("lost_at_reboot", {f"{BASE}.fs": "tmpfs"}, {}, "survives", "tmpfs at /, 100 GiB"),
     ("lost_at_reboot", {f"{TIER}.fs": "ramfs"}, {}, "survives", "ramfs at /, 100 GiB"),
+    ("through_a_link", {f"{TIER}.real_path": "/etc/kv"}, {}, "without links", "leads to /etc/kv"),
     ("not_passable", {f"{BASE}.blocked_by": "/srv"}, {}, "open (x)", "/srv is not"),
     ("not_passable", {f"{TIER}.blocked_by": "/var/lib/kvhost-old"}, {},
      "open (x)", "/var/lib/kvhost-old"),
@@ -268,3 +271,11 @@ def test_fixes_name_values_that_work() -> None:
     assert fixes(mint) == "install such a Python"
     assert fixes({"os.id": "fedora"}) == "use a supported system"
     assert "break_lock = 'r1'" in fixes({"kvhost.run_lock": lock()})
+
+
+def test_a_torn_run_lock_is_refused_until_a_person_gives_it_up() -> None:
+    torn = {"kvhost.run_lock": {"status": "unreadable", "why": "no JSON", "data": None}}
+    (refusal,) = plan(torn).refusals
+    assert refusal.code == "unreadable"
+    assert "break_lock = 'unreadable'" in refusal.fix
+    assert plan(torn, break_lock="unreadable").refusals == ()

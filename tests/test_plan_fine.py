@@ -76,7 +76,8 @@ def test_an_unfinished_environment_needs_its_space_again() -> None:
 
 
 def test_what_our_own_services_hold_is_ours_to_use() -> None:
-    account = {"name": "kvhost", "uid": 990, "gid": 990, "home": "/", "shell": "/bin/false"}
+    account = {"name": "kvhost", "uid": 990, "gid": 990, "home": "/srv/kv/home",
+               "shell": "/bin/false"}  # fmt: skip
     pool = {"name": "lmcache_l1_pool_kvhost", "bytes": GIB, "uid": 990}
     tight = {"memory.available": 2 * GIB, "shm.free": GIB // 8, "shm.files": [pool],
              "users.service_user": account}  # fmt: skip

@@ -110,9 +110,10 @@ def test_the_cache_server_is_away_for_longer_than_two_heartbeats() -> None:
 
 def test_the_runners_arguments() -> None:
     runner = described(runner_extra_args=["--max-num-seqs", "4"])["runner"]
-    config = f"{BASE}/etc/vllm.yaml"
+    config, copy = f"{BASE}/etc/vllm.yaml", f"{BASE}/run/vllm.yaml"
+    assert spec(runner)["copies"] == [[config, copy]]
     assert runner.argv == (
-        f"{BASE}/current/bin/vllm", "serve", "--config", config, "--max-num-seqs", "4",
+        f"{BASE}/current/bin/vllm", "serve", "--config", copy, "--max-num-seqs", "4",
     )  # fmt: skip
     # another model, another configuration, another environment: each restarts it
     guard = f"{BASE}/lib/kvhost_guard.py"

@@ -17,6 +17,7 @@ from deploys.common.operations import (
     shown,
     unknown_yet,
 )
+from deploys.common.own import own_files
 from deploys.common.rendered import look, vllm_yaml
 from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
 
@@ -34,7 +35,7 @@ def resolve(run: Run) -> Commands:
         yield refuse(f"model: {late.why}") if executing() else unknown_yet()
         return
     # the configuration in use is replaced only once the engine has accepted the new one
-    config, draft = f"{run.paths.state}/draft.yaml", f"{run.paths.home}/tmp/resolved.json"
+    config, draft = f"{run.paths.state}/draft.yaml", f"{run.paths.state}/resolved.new"
     yield from files.put._inner(
         src=StringIO(vllm_yaml(run)), dest=config, mode="644", create_remote_dir=False
     )
@@ -43,15 +44,16 @@ def resolve(run: Run) -> Commands:
         service_env(run.settings, run.paths),
         (
             f"{run.paths.current}/bin/python", run.script("resolve"),
-            "--config", config, "--out", draft,
+            "--config", config, "--out", "-",
             "--", *run.settings.runner_extra_args,
         ),
     )  # fmt: skip
     # the log of a good answer is long and says nothing: it is shown only when it went wrong
     log = f"{run.paths.state}/resolve.log"
+    # the answer comes through the pipe: root reads no file that the service's user could replace
     yield shown(
-        f"{shlex.join(ask)} > {log} 2>&1 || {{ tail -n 15 {log}; exit 1; }}; "
-        f"install -m 644 {draft} {late.resolved_path} && rm {draft}"
+        f"{shlex.join(ask)} 2> {log} > {draft} || {{ tail -n 15 {log}; exit 1; }}; "
+        f"python3 -m json.tool {draft} > /dev/null && mv {draft} {late.resolved_path}"
     )
 
 
@@ -70,13 +72,12 @@ def tier(run: Run) -> Commands:
         )
         return
     top, here, user = run.paths.tier_dir, late.namespace_dir(run), run.user
-    for path in (top, here):
-        yield from files.directory._inner(path=path, user=user, group=user, mode="700")
-    for path, text in (
-        (f"{top}/{TIER_MARKER}", "This directory is kvhost's: its pruner deletes files here.\n"),
-        (f"{here}/{NAMESPACE_FILE}", late.namespace(run).metadata()),
-    ):
-        yield from files.put._inner(
-            src=StringIO(text), dest=path, user=user, group=user, mode="600",
-            create_remote_dir=False,
-        )  # fmt: skip
+    yield from files.directory._inner(path=top, user=user, group=user, mode="700")
+    marker = "This directory is kvhost's: its pruner deletes files here.\n"
+    yield from own_files(
+        run,
+        "--dir",
+        here,
+        *("--file", f"{top}/{TIER_MARKER}", marker),
+        *("--file", f"{here}/{NAMESPACE_FILE}", late.namespace(run).metadata()),
+    )

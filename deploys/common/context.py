@@ -29,6 +29,8 @@ class Run:
     #: Python on the host that the environments are made of
     python: str
     api_key: Secret | None
+    #: whether the API asks for a key: of a run that only verifies, the one that is on the host
+    with_key: bool
     hf_token: Secret | None
 
     @property

@@ -82,7 +82,7 @@ def text_files(wanted: Iterable[TextFile]) -> Commands:
 def secret_file(path: str, secret: Secret, user: str) -> Commands:
     """A file with a secret, 0600 from its first byte on, and never in a diff or a process list.
 
-    + path: where; its directory is 0700 and the user's
+    + path: where; its directory is root's
     + secret: what it holds
     + user: its owner
     """
@@ -95,11 +95,20 @@ def secret_file(path: str, secret: Secret, user: str) -> Commands:
         return
     quoted = shlex.quote(path)
     if not same:
-        # pyinfra's own upload is chmodded only afterwards: make the file first, closed
+        # pyinfra's own upload is chmodded only afterwards: make the file first, closed, and let
+        # the upload pass through a directory that only the connecting user can enter
         yield StringCommand(f"rm -f {quoted}.new && install -m 600 /dev/null {quoted}.new")
-        temp = host.get_temp_filename(path, temp_directory=path.rpartition("/")[0])
-        yield FileUploadCommand(StringIO(content), f"{path}.new", remote_temp_filename=temp)
-        yield StringCommand(f"mv {quoted}.new {quoted}")
+        passing = "/nowhere"
+        if executing():
+            ok, output = host.run_shell_command(StringCommand("mktemp -d"), _sudo=False)
+            passing = output.stdout.strip()
+            if not ok or not passing.startswith("/"):
+                yield refuse(f"no directory for the secret's way: {output.stderr}")
+                return
+        yield FileUploadCommand(
+            StringIO(content), f"{path}.new", remote_temp_filename=f"{passing}/secret"
+        )
+        yield StringCommand(f"rm -rf {shlex.quote(passing)}; mv {quoted}.new {quoted}")
     yield StringCommand(f"chmod 600 {quoted} && chown {user}:{user} {quoted}")
 
 

@@ -25,11 +25,12 @@ from kvhost.namespace import digest_of, predicted_fields
 from kvhost.onhost import model_builtin
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan_host import minor
+from kvhost.plan_types import unreadable
 from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports import tell_summary
 from kvhost.secrets import SecretError, api_key, hf_token
-from kvhost.services import services
+from kvhost.services import api_key_path, services
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
 RUN_ID = uuid.uuid4().hex[:12]
@@ -62,7 +63,7 @@ def all_settings() -> dict[str, Settings]:
 
 
 def gather(settings: Settings) -> HostReport:
-    """The host's report, in one round trip. Raises DeployError if what came is none."""
+    """The host's report, in one round trip. Raises ReportError if what came is none."""
     # which Python it will be is only known once the report is there
     packages = sorted({p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}")})
     ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
@@ -75,10 +76,7 @@ def gather(settings: Settings) -> HostReport:
         argv += ["--python", settings.python]
     if settings.model_source.startswith("/"):
         argv += ["--model-path", settings.model_source]
-    try:
-        return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
-    except ReportError as error:
-        raise DeployError(f"{host.name}: {error}") from error
+    return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
 
 
 def prepare(*, only_refusals: bool = False) -> Run | None:
@@ -93,7 +91,12 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
         infos = lock_infos(REPO / "locks")
     except (SecretError, LockError) as error:
         raise DeployError(f"{host.name}: {error}") from error
-    report = gather(settings)
+    try:
+        report = gather(settings)
+    except ReportError as error:
+        # this host alone is refused: the others go on
+        show(Plan((), (unreadable("host", "the host's report", str(error)),), ()))
+        return None
     machine = report.arch.data.machine if report.arch.data else "unknown"
     try:
         info = choose_lock(infos, settings.engine_lock, machine)
@@ -106,7 +109,8 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     version = minor(python) if python else info.pythons[0]
     report = only_packages(report, needed_packages(python.path if python else "/usr/bin/python3"))
     lock = read_lock(REPO / "locks", info, version, settings.engine_wheel)
-    inputs = plan_inputs(settings, report, info, lock, with_key=key is not None)
+    with_key = key is not None or (only_refusals and key_is_there(settings, report))
+    inputs = plan_inputs(settings, report, info, lock, with_key=with_key)
     plan = make_plan(settings, report, inputs)
     show(Plan((), plan.refusals, ()) if only_refusals else plan)
     if plan.refusals or python is None:
@@ -114,7 +118,7 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     tell_summary(host.name)
     return Run(
         host=host.name,
-        run_id=RUN_ID,
+        run_id=f"{RUN_ID}-{digest_of(host.name)[:6]}",  # two entries may be one machine
         settings=settings,
         report=report,
         plan=plan,
@@ -122,6 +126,7 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
         tools_digest=inputs.tools_digest,
         python=python.path,
         api_key=key,
+        with_key=with_key,
         hf_token=token,
     )
 
@@ -129,6 +134,11 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
 def known_plans() -> dict[str, Plan]:
     """Host -> plan, of the hosts that were looked at so far."""
     return _plans
+
+
+def key_is_there(settings: Settings, report: HostReport) -> bool:
+    files = report.kvhost.data.files.data if report.kvhost.data else None
+    return api_key_path(settings.paths) in (files or {})
 
 
 def only_packages(report: HostReport, names: tuple[str, ...]) -> HostReport:
@@ -211,11 +221,13 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
 
     The engine's own word (stage cache) is what counts; this is for the plan.
     """
-    receipt = report.kvhost.data.receipt.data if report.kvhost.data else None
-    if not isinstance(receipt, dict):
-        return None
-    model, last = receipt.get("model", {}), receipt.get("namespace", {}).get("fields")
-    if not isinstance(last, dict) or model.get("source") != settings.model_source:
+    receipt: Any = report.kvhost.data.receipt.data if report.kvhost.data else None
+    try:
+        source, last = receipt["model"]["source"], dict(receipt["namespace"]["fields"])
+        engine, versions = receipt["engine"]["digest"], dict(last["versions"])
+    except (TypeError, KeyError, ValueError):
+        return None  # none yet, or not a receipt: this run writes it anew
+    if source != settings.model_source:
         return None
     changes: dict[str, Any] = {
         "chunk_size": settings.chunk_size,
@@ -227,8 +239,6 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
         changes["kv_cache_dtype"] = settings.kv_cache_dtype
     if settings.dtype != "auto":
         changes["dtype"] = settings.dtype
-    if receipt.get("engine", {}).get("digest") != lock.digest:
-        changes["versions"] = {
-            **last.get("versions", {}), "lmcache": lock.lmcache, "torch": lock.torch,
-        }  # fmt: skip
+    if engine != lock.digest:
+        changes["versions"] = {**versions, "lmcache": lock.lmcache, "torch": lock.torch}
     return predicted_fields(last, changes)

@@ -8,7 +8,7 @@ from kvhost.services import api_key_path, api_url, served_name
 
 def ready_command(run: Run, *words: str) -> tuple[str, ...]:
     settings = run.settings
-    key = ("--key-file", api_key_path(run.paths)) if run.api_key is not None else ()
+    key = ("--key-file", api_key_path(run.paths)) if run.with_key else ()
     return (
         "python3", run.script("ready"), "--base", run.paths.base_dir,
         "--api", api_url(settings),

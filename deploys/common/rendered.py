@@ -29,7 +29,7 @@ def vllm_yaml_of(settings: Settings, *, with_key: bool) -> str:
 
 
 def vllm_yaml(run: Run) -> str:
-    return vllm_yaml_of(run.settings, with_key=run.api_key is not None)
+    return vllm_yaml_of(run.settings, with_key=run.with_key)
 
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
@@ -62,8 +62,7 @@ class Late:
         return run.paths.namespace(self.namespace(run).digest)
 
     def services(self, run: Run) -> tuple[Service, ...]:
-        with_key = run.api_key is not None
-        return services(run.settings, run.paths, self.namespace_dir(run), with_key=with_key)
+        return services(run.settings, run.paths, self.namespace_dir(run), with_key=run.with_key)
 
 
 def look(run: Run) -> Late:

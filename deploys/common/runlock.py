@@ -47,7 +47,16 @@ def is_dead(lock: dict[str, Any]) -> bool | None:
     """Whether the run that holds a lock is known to be dead; None if it ran elsewhere."""
     if lock.get("controller_id") != controller_id() or not isinstance(lock.get("pid"), int):
         return None
+    if lock.get("pid_space") != pid_space():
+        return None  # containers may share a machine id, and their PIDs mean nothing here
     return start_ticks(lock["pid"]) != lock.get("pid_start_ticks")
+
+
+def pid_space() -> str:
+    """This boot and this PID namespace: only in there does a PID name a process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = Path("/proc/self/ns/pid").readlink()
+    return f"{boot} {space}"
 
 
 def owner(run: Run) -> dict[str, Any]:
@@ -58,6 +67,7 @@ def owner(run: Run) -> dict[str, Any]:
         "controller_id": controller_id(),
         "pid": os.getpid(),
         "pid_start_ticks": start_ticks(os.getpid()),
+        "pid_space": pid_space(),
     }
 
 

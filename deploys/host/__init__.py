@@ -7,6 +7,7 @@ from pathlib import Path
 from deploys.common.context import Run
 from deploys.common.facts import ONHOST
 from deploys.common.operations import Directory, TextFile, directories, text_files
+from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
 
 GUARD = ONHOST / "kvhost_guard.py"
@@ -29,14 +30,17 @@ def wanted_directories(run: Run) -> list[Directory]:
         paths.base_dir, paths.bin, paths.lib, paths.etc, paths.locks, paths.wheels, paths.tools,
         paths.envs, paths.models, paths.state,
     )  # fmt: skip
-    own = (
-        paths.secrets, paths.log, paths.run, paths.home, f"{paths.home}/tmp",
-        f"{paths.home}/.cache", f"{paths.home}/.cache/numba", f"{paths.home}/.cache/vllm",
-    )  # fmt: skip
     return [
         *(Directory(path, "root", "755") for path in roots),
-        *(Directory(path, user, "700") for path in own),
+        # root's, so that nobody can put a link in the place of a key; a key is its reader's, 0600
+        Directory(paths.secrets, "root", "711"),
+        *(Directory(path, user, "700") for path in (paths.log, paths.run, paths.home)),
     ]
+
+
+def inside_home(run: Run) -> tuple[str, ...]:
+    home = run.paths.home
+    return (f"{home}/tmp", *(f"{home}/.cache{sub}" for sub in ("", "/numba", "/vllm")))
 
 
 def deploy(run: Run) -> None:
@@ -50,3 +54,4 @@ def deploy(run: Run) -> None:
             TextFile(f"{run.paths.lib}/{GUARD.name}", GUARD.read_text()),
         ],
     )
+    own_directories(name="host: directories in the service's home", run=run, paths=inside_home(run))

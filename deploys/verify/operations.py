@@ -26,6 +26,7 @@ from deploys.common.ready import ready_command
 from deploys.common.rendered import Late, look
 from kvhost.evidence_model import parse_evidence
 from kvhost.reports import (
+    check_writable,
     latest_report,
     make_report,
     reports_dir,
@@ -52,7 +53,7 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         "metrics_url": f"{api}/metrics",
         "cache_http": f"http://127.0.0.1:{settings.cache_http_port}",
         "model": served_name(settings),
-        "api_key_file": api_key_path(paths) if run.api_key is not None else None,
+        "api_key_file": api_key_path(paths) if run.with_key else None,
         "namespace_dir": late.namespace_dir(run),
         "own_requests": f"{paths.state}/own-requests.json",
         "services": {
@@ -103,7 +104,7 @@ def restart_test(run: Run, asked: bool) -> Commands:
         return
     digest = hashlib.sha256(json.dumps(receipt["data"], sort_keys=True).encode()).hexdigest()
     verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
-    known = verified["data"] if verified["status"] == "ok" else {}
+    known = verified["data"] if isinstance(verified["data"], dict) else {}
     stands = known.get("receipt") == digest and known.get("persisted") == "PASS"
     if not asked and stands and not changed_so_far():
         tell_last(run, known)
@@ -112,8 +113,12 @@ def restart_test(run: Run, asked: bool) -> Commands:
 
 
 def tell_last(run: Run, known: dict[str, Any]) -> None:
-    tell_summary(run.host, persisted=known["persisted"], time=known["time"])
-    last = latest_report(reports_dir(), run.host)
+    tell_summary(run.host, persisted="PASS", time=str(known.get("time")))
+    try:
+        last = latest_report(reports_dir(), run.host)
+    except (OSError, ValueError) as error:  # a file of another's: the verdict is the host's
+        logger.warning(f"    [{run.host}] the newest report is not readable: {error}")
+        last = None
     if last is not None and last.time == known.get("time"):
         Console(stderr=True).print(headline(run.host, last.verdict))
     logger.info(
@@ -124,6 +129,11 @@ def tell_last(run: Run, known: dict[str, Any]) -> None:
 
 def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> bool:
     """Collects the evidence on the host, judges it here, keeps the report. False: not PASS."""
+    try:
+        check_writable(reports_dir())
+    except OSError as error:
+        host.log_styled(f"no report could be kept: {error}", fg="red", log_func=logger.error)
+        return False
     config, out = f"{run.paths.state}/verify.json", f"{run.paths.state}/evidence.json"
     how = connector_arguments()
     # a server that is only starting is waited for, and keeps its verdict if it does not come
@@ -146,7 +156,11 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     if not ok or not host.get_file(out, spool, **how):
         host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
         return False
-    evidence = parse_evidence(spool.getvalue().decode())
+    try:
+        evidence = parse_evidence(spool.getvalue().decode())
+    except ValueError as error:
+        host.log_styled(f"the evidence is not usable: {error}", fg="red", log_func=logger.error)
+        return False
     verdict = judge(evidence, Thresholds(min_hit=run.settings.verify_min_hit))
     report = make_report(run.host, verdict, evidence, datetime.now(UTC))
     path = write_report(reports_dir(), report)

@@ -11,7 +11,8 @@ services.py) skips the pause that follows quick failures.
 
 SPEC: {"service", "argv", "env": {}, "secret_env": {VAR: file}, "record": file,
        "watch": [files whose change means a restart], "wait_for": ["host:port"], "wait_s",
-       "before": [argv, …], "min_gap_s", "stop_timeout_s"}
+       "before": [argv, …], "copies": [[source, copy], …] (what the service reads in place of the
+       source), "min_gap_s", "stop_timeout_s"}
 Exit: the service's own code; 78 the spec is unusable; 75 something it needs did not come;
 1 it could not be started, or it had to be killed.
 """
@@ -137,7 +138,8 @@ def read_record(path: str) -> dict[str, Any]:
 class Launch:
     """One service, from the wait for what it needs to the record of how it ended."""
 
-    def __init__(self, spec: dict[str, Any], digest: str) -> None:
+    def __init__(self, spec_path: str, spec: dict[str, Any], digest: str) -> None:
+        self.spec_path = spec_path
         self.spec, self.digest, self.name = spec, digest, spec["service"]
         self.record_path: str = spec["record"]
         stem = self.record_path[:-5] if self.record_path.endswith(".json") else self.record_path
@@ -195,7 +197,7 @@ class Launch:
         """How often in a row it has failed."""
         try:
             return int(read_json(self.failed_path).get("count", 0))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, OverflowError):
             return 0  # it only decides how long to pause
 
     def failed(self, why: str, code: int, count: int) -> None:
@@ -313,10 +315,25 @@ class Launch:
             self.failed(f"{self.name}: {error}", 1, self.failures() + 1)
             return 1
 
+    def take_copies(self) -> None:
+        """Copies what the service will read some seconds from now. Raises GaveUp when that is not
+        what was digested: the record would vouch for a configuration that nobody runs."""
+        for source, copy in self.spec.get("copies", []):
+            with open(source, "rb") as handle:
+                data = handle.read()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(copy, flags, 0o600), "wb") as handle:
+                handle.write(data)
+        if config_digest(self.spec_path, self.spec) != self.digest:
+            raise GaveUp(75, "its configuration changed while it waited: it starts anew")
+
     def serve(self, env: dict[str, str], before: dict[str, Any], clean: bool | None) -> int:
         if "pid" in before:
             # killed between the start and its record, it must not look like a clean stop
             write_json(self.record_path, {**before, "clean_stop": False})
+        self.take_copies()
         child = spawn(self.spec["argv"], env)
         began = time.monotonic()
         record: dict[str, Any] = {
@@ -393,7 +410,7 @@ def main() -> int:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return Launch(spec, digest).run()
+    return Launch(args.spec, spec, digest).run()
 
 
 if __name__ == "__main__":

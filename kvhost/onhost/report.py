@@ -275,7 +275,8 @@ def disk(path: str, uid: int, gids: list[int]) -> Data:
     vfs = os.statvfs(real)
     flags = {*on["options"], *on["super_options"]}
     return {
-        "path": path, "ancestor": str(there), "exists": there == target,
+        "path": path, "real_path": os.path.realpath(path), "ancestor": str(there),
+        "exists": there == target,
         "directory": stat.S_ISDIR(found.st_mode), "mount_point": on["mount_point"],
         "fs": on["fs"], "read_only": "ro" in flags, "noexec": "noexec" in flags,
         "total": vfs.f_blocks * vfs.f_frsize, "free": vfs.f_bfree * vfs.f_frsize,

@@ -55,7 +55,10 @@ def resolved(path: str, extra: list[str]) -> dict[str, Any]:
     }
 
 
-def write(path: str, answer: dict[str, Any]) -> None:
+def write(path: str, answer: dict[str, Any], stdout: int) -> None:
+    if path == "-":
+        os.write(stdout, (json.dumps(answer, sort_keys=True) + "\n").encode())
+        return
     with open(path + ".new", "w", encoding="utf-8") as handle:
         json.dump(answer, handle, indent=1, sort_keys=True)
         handle.flush()
@@ -66,9 +69,12 @@ def write(path: str, answer: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True, help="vLLM's YAML configuration")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, help="a file, or - for standard output")
     parser.add_argument("extra", nargs="*", help="after --: further arguments of vllm serve")
     options = parser.parse_args()
+    # whatever vLLM, its extensions and its children print goes to standard error
+    stdout = os.dup(1)
+    os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = resolved(options.config, options.extra)
@@ -80,7 +86,7 @@ def main() -> int:
             print(f"vLLM refuses {options.config}: {why}", file=sys.stderr)
             return 1
     try:
-        write(options.out, answer)
+        write(options.out, answer, stdout)
     except OSError as error:
         print(f"resolve: {error}", file=sys.stderr)
         return 1

@@ -4,7 +4,8 @@
 Run before a service starts, as its user. A file in /dev/shm goes only if its name fits a pattern,
 it is this user's own regular file, and no process maps or holds it: a stale pool of the cache
 server would silently turn its shared memory off, and vLLM leaves 400 MB a crash. Prints what it
-removed. Exit: 0 done; 1 /proc could not be read, then nothing is removed.
+removed. Where a process of this user cannot be looked at, nothing is removed, and that is said.
+Exit: always 0, because a service must not stay down for want of tidiness.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ import stat
 import sys
 
 SHM = "/dev/shm"
+
+
+def is_zombie(folder: str) -> bool:
+    """A process that has ended and waits for its parent: it holds nothing, and shows nothing."""
+    with open(f"{folder}/stat", encoding="utf-8", errors="replace") as handle:
+        return handle.read().rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def in_use() -> set[tuple[int, int]]:
@@ -30,7 +37,7 @@ def in_use() -> set[tuple[int, int]]:
             continue
         folder = f"/proc/{name}"
         try:
-            if os.stat(folder).st_uid != os.geteuid():
+            if os.stat(folder).st_uid != os.geteuid() or is_zombie(folder):
                 continue
             for entry in os.listdir(f"{folder}/fd"):
                 try:
@@ -62,7 +69,7 @@ def main() -> int:
         print(
             f"shm_sweep: nothing removed, a process cannot be looked at: {error}", file=sys.stderr
         )
-        return 1
+        return 0
     for name in names:
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue

@@ -1,0 +1,77 @@
+"""Files in a service user's directories: made as wanted, and never through a link."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "kvhost/onhost/own_files.py"
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, SCRIPT, *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def wanted(folder: Path) -> tuple[str | Path, ...]:
+    return ("--dir", folder / "ns", "--file", folder / "ns/meta", "text\n")
+
+
+def right(folder: Path) -> bool:
+    done = run("--check", *wanted(folder))
+    assert done.returncode == 0, done.stderr
+    return bool(json.loads(done.stdout)["ok"])
+
+
+def test_made_once_and_then_as_wanted(tmp_path: Path) -> None:
+    assert not right(tmp_path)
+    assert not (tmp_path / "ns").exists()  # --check changes nothing
+    assert run(*wanted(tmp_path)).returncode == 0
+    assert right(tmp_path)
+    assert stat.S_IMODE((tmp_path / "ns").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "ns/meta").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("how", ["file", "directory"])
+def test_a_link_is_replaced_and_what_it_names_is_not_touched(tmp_path: Path, how: str) -> None:
+    target = tmp_path / "precious"
+    if how == "file":
+        target.write_text("precious")
+        (tmp_path / "ns").mkdir(0o700)
+        (tmp_path / "ns/meta").symlink_to(target)
+    else:
+        target.mkdir()
+        (tmp_path / "ns").symlink_to(target)
+    before = target.stat().st_mode
+    assert not right(tmp_path)
+    assert run(*wanted(tmp_path)).returncode == 0
+    assert right(tmp_path)
+    assert target.stat().st_mode == before
+    assert not (tmp_path / "ns").is_symlink()
+    assert target.read_text() == "precious" if how == "file" else list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["content", "mode", "directory mode"])
+def test_what_was_changed_is_seen_and_mended(tmp_path: Path, damage: str) -> None:
+    run(*wanted(tmp_path))
+    if damage == "content":
+        (tmp_path / "ns/meta").write_text("other")
+    elif damage == "mode":
+        (tmp_path / "ns/meta").chmod(0o644)
+    else:
+        (tmp_path / "ns").chmod(0o755)
+    assert not right(tmp_path)
+    assert run(*wanted(tmp_path)).returncode == 0
+    assert right(tmp_path)
+
+
+def test_something_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ns").write_text("a file")
+    done = run(*wanted(tmp_path))
+    assert done.returncode == 1
+    assert str(tmp_path / "ns") in done.stderr
