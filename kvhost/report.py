@@ -105,7 +105,8 @@ class Disk(_Model):
     """The filesystem below `path`, seen from `ancestor`, its nearest existing directory.
 
     `real_path`: with every link on the way followed. `directory`: whether `ancestor` is one.
-    `blocked_by`: the first directory above `path` that the service's user may not pass through. `inodes` is 0 where a filesystem counts none.
+    `blocked_by`: the first directory above `path` that the service's user may not pass through.
+    `inodes` is 0 where a filesystem counts none.
     """
 
     path: str
