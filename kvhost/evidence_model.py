@@ -6,24 +6,29 @@ all engines and models of a Prometheus page. A part that could not be read is No
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA = "kvhost/evidence/1"
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
+Role = Annotated[str, Field(pattern="^(cold|warm|restored|control)$")]
+ServiceName = Annotated[str, Field(pattern="^(cache|runner)$")]
 
 
 class Part(BaseModel):
-    """Strict: an evidence file of another version is refused, not half understood."""
+    """Strict: evidence of another version is refused, not half understood; no text is a number,
+    no number is infinite or none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Process(Part):
     """A process told from a later one with the same number: start_ticks is field 22 of its stat."""
 
-    pid: int
-    start_ticks: int
+    pid: Annotated[int, Field(ge=1)]
+    start_ticks: Count
     boot_id: str
 
 
@@ -37,7 +42,7 @@ class Identity(Part):
 
 class Restart(Part):
     exit_code: int | None
-    ready_s: float | None
+    ready_s: Amount | None
 
 
 class Service(Part):
@@ -49,35 +54,35 @@ class Service(Part):
 class VllmCounters(Part):
     """vLLM's metrics page; names in evidence_probe.py."""
 
-    requests_finished: float | None
-    running: float | None
-    waiting: float | None
-    prefix_hits: float | None
-    external_queries: float | None
-    external_hits: float | None
-    from_compute: float | None
-    from_device: float | None
-    from_external: float | None
+    requests_finished: Amount | None
+    running: Amount | None
+    waiting: Amount | None
+    prefix_hits: Amount | None
+    external_queries: Amount | None
+    external_hits: Amount | None
+    from_compute: Amount | None
+    from_device: Amount | None
+    from_external: Amount | None
 
 
 class CacheCounters(Part):
     """The cache server's metrics page; a counter appears there with its first event."""
 
-    lookups: float | None
-    requested_tokens: float | None
-    hit_tokens: float | None
-    hit_l1_tokens: float | None
-    hit_l2_tokens: float | None
-    l2_loads: float | None
-    l2_stored_chunks: float | None
-    l2_adapters: float | None
+    lookups: Amount | None
+    requested_tokens: Amount | None
+    hit_tokens: Amount | None
+    hit_l1_tokens: Amount | None
+    hit_l2_tokens: Amount | None
+    l2_loads: Amount | None
+    l2_stored_chunks: Amount | None
+    l2_adapters: Amount | None
 
 
 class Reads(Part):
     """/proc/PID/io of the cache server: all reads, and those that went to storage."""
 
-    rchar: int
-    read_bytes: int
+    rchar: Count
+    read_bytes: Count
 
 
 class Processes(Part):
@@ -88,38 +93,38 @@ class Processes(Part):
 class Snapshot(Part):
     """State at one moment. ``own_files``: files of the cold request that still lie unchanged."""
 
-    unix: float
+    unix: Amount
     vllm: VllmCounters | None
     cache: CacheCounters | None
-    own_requests: int | None
+    own_requests: Count | None
     processes: Processes
     cache_reads: Reads | None
-    device_read_bytes: int | None
-    files: int
-    bytes: int
-    own_files: int
+    device_read_bytes: Count | None
+    files: Count
+    bytes: Count
+    own_files: Count
 
 
 class FilesDelta(Part):
     """What happened to the files of the namespace between the two snapshots of a request."""
 
-    new: int
-    changed: int
-    gone: int
+    new: Count
+    changed: Count
+    gone: Count
 
 
 class Request(Part):
     """One greedy completion. Prompts appear as a digest only; output tokens are token ids."""
 
-    role: str
+    role: Role
     prompt_digest: str
     error: str | None
-    http_status: int | None
-    ttft_s: float | None
-    total_s: float | None
-    output_tokens: list[int] | None
-    usage_prompt_tokens: int | None
-    usage_cached_tokens: int | None
+    http_status: Count | None
+    ttft_s: Amount | None
+    total_s: Amount | None
+    output_tokens: list[Count] | None
+    usage_prompt_tokens: Count | None
+    usage_cached_tokens: Count | None
     before: Snapshot | None
     after: Snapshot | None
     files: FilesDelta | None
@@ -128,51 +133,51 @@ class Request(Part):
 class Written(Part):
     """The wait until the cold request's KV lay in the namespace."""
 
-    expected_files: int
-    new_files: int
-    new_bytes: int
-    sizes: list[int]
-    temporary_files: int
-    waited_s: float
+    expected_files: Count
+    new_files: Count
+    new_bytes: Count
+    sizes: list[Count]
+    temporary_files: Count
+    waited_s: Amount
     timed_out: bool
 
 
 class PageCache(Part):
     """The test's files after fsync and posix_fadvise(DONTNEED): pages by mincore."""
 
-    files: int
-    pages: int
-    resident_before: int
-    resident_after: int
+    files: Count
+    pages: Count
+    resident_before: Count
+    resident_after: Count
 
 
 class Log(Part):
     """Lines with known texts between two byte offsets of a log."""
 
-    from_offset: int = Field(alias="from")
-    to: int | None
+    from_offset: Count = Field(alias="from")
+    to: Count | None
     lines: list[str]
 
 
 class Cleanup(Part):
-    removed: int
-    bytes: int
-    left: int
+    removed: Count
+    bytes: Count
+    left: Count
     why: str | None
 
 
 class Refused(Part):
     """Why the test did not run; None: the metrics could not say."""
 
-    busy: int | None
+    busy: Count | None
     foreign: int | None
-    own: int | None
+    own: Count | None
 
 
 class Step(Part):
     name: str
     ok: bool
-    seconds: float
+    seconds: Amount
     error: str | None
 
 
@@ -180,10 +185,10 @@ class TestConfig(Part):
     __test__ = False  # not for pytest
 
     model: str
-    prompt_tokens: int
-    chunk_size: int
-    max_tokens: int
-    files_per_chunk: int
+    prompt_tokens: Count
+    chunk_size: Count
+    max_tokens: Count
+    files_per_chunk: Annotated[int, Field(ge=1)]
     warm: bool
     disrupt: bool
     namespace_dir: str
@@ -202,8 +207,8 @@ class Evidence(Part):
     """
 
     schema_: Literal["kvhost/evidence/1"] = Field(alias="schema")
-    started_unix: float
-    finished_unix: float
+    started_unix: Amount
+    finished_unix: Amount
     event: Literal["both"]
     config: TestConfig
     boot_id: str
@@ -211,8 +216,8 @@ class Evidence(Part):
     versions: dict[str, str]
     refused: Refused | None
     interrupted: str | None
-    services: dict[str, Service]
-    requests: dict[str, Request]
+    services: dict[ServiceName, Service]
+    requests: dict[Role, Request]
     written: Written | None
     page_cache: PageCache | None
     logs: dict[str, Log]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvhost.evidence_model import Evidence
+from kvhost.verdict_agrees import contradiction
 from kvhost.verdict_causes import likely_causes
 from kvhost.verdict_facts import Facts
 from kvhost.verdict_types import Condition, Persisted, Thresholds, Verdict, Weight
@@ -38,6 +39,11 @@ class Rule:
 
 def _at_most(figure: float | None, limit: float) -> bool | None:
     return None if figure is None else figure <= limit
+
+
+def _agrees(facts: Facts, _: Thresholds) -> Finding:
+    found = contradiction(facts)
+    return found or "none", "no contradiction", found is None
 
 
 def _restarted(name: str) -> Callable[[Facts, Thresholds], Finding]:
@@ -62,12 +68,14 @@ def _same_prompt(facts: Facts, _: Thresholds) -> Finding:
     cold, again = facts.request("cold"), facts.request("restored")
     if cold is None or again is None:
         return None, threshold, None
-    control = facts.request("control")
-    sent = [r for r in (cold, again, control) if r and r.usage_prompt_tokens is not None]
-    lengths = all(r.usage_prompt_tokens == facts.evidence.config.prompt_tokens for r in sent)
-    same = cold.prompt_digest == again.prompt_digest
+    warm, control = facts.request("warm"), facts.request("control")
+    counts = [r.usage_prompt_tokens for r in (cold, warm, again, control) if r and not r.error]
+    lengths = all(n in (None, facts.evidence.config.prompt_tokens) for n in counts)
+    same = all(r.prompt_digest == cold.prompt_digest for r in (warm, again) if r)
     apart = control is None or control.prompt_digest != cold.prompt_digest
-    return "yes" if same and apart and lengths else "no", threshold, same and apart and lengths
+    if not (same and apart and lengths):
+        return "no", threshold, False
+    return (None, threshold, None) if None in counts else ("yes", threshold, True)
 
 
 def _counters(facts: Facts, _: Thresholds) -> Finding:
@@ -194,7 +202,8 @@ def _same_answer(facts: Facts, _: Thresholds) -> Finding:
     same = sum(a == b for a, b in pairs)
     figure = f"{same} of {len(pairs)}"
     if same == len(pairs):
-        return figure, threshold, True
+        # evidence.py asks with ignore_eos: fewer tokens are not the whole answer
+        return figure, threshold, True if same == facts.evidence.config.max_tokens else None
     steady = warm is None or warm.output_tokens in (None, before.output_tokens)
     return figure, threshold, False if steady else None
 
@@ -214,6 +223,20 @@ def _no_rewriting(facts: Facts, limits: Thresholds) -> Finding:
 def _control_answered(facts: Facts, _: Thresholds) -> Finding:
     done = facts.answered("control")
     return None if done is None else "yes" if done else "no", "an answer", done
+
+
+def _asked(facts: Facts, _: Thresholds) -> Finding:
+    """A miss says nothing where the cache was not asked for the whole prompt; nor does a hit."""
+    rises = [
+        rise
+        for role in ("restored", "control")
+        for rise in (facts.vllm(role, "external_queries"), facts.cache(role, "requested_tokens"))
+    ]
+    threshold = f">= {facts.aligned} tokens, each time"
+    known = [rise for rise in rises if rise is not None]
+    if len(known) < len(rises):
+        return None, threshold, None
+    return min(known), threshold, min(known) >= facts.aligned
 
 
 def _control_misses(facts: Facts, _: Thresholds) -> Finding:
@@ -238,6 +261,7 @@ def _reads_seen(facts: Facts, limits: Thresholds) -> Finding:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("agrees", "evidence agrees", "inconclusive", _agrees, "precondition"),
     Rule(
         "restarted_cache",
         "cache server restarted",
@@ -252,20 +276,8 @@ RULES: tuple[Rule, ...] = (
         _restarted("runner"),
         "precondition",
     ),
-    Rule(
-        "prompt_long",
-        "prompt long enough",
-        "inconclusive",
-        _prompt_long,
-        "precondition",
-    ),
-    Rule(
-        "same_prompt",
-        "the right prompts sent",
-        "inconclusive",
-        _same_prompt,
-        "precondition",
-    ),
+    Rule("prompt_long", "prompt long enough", "inconclusive", _prompt_long, "precondition"),
+    Rule("same_prompt", "the right prompts sent", "inconclusive", _same_prompt, "precondition"),
     Rule("counters", "counters can be trusted", "inconclusive", _counters, "precondition"),
     Rule(
         "alone_runner",
@@ -274,24 +286,13 @@ RULES: tuple[Rule, ...] = (
         _alone_runner,
         "precondition",
     ),
-    Rule(
-        "alone_cache",
-        "nobody else at the cache",
-        "inconclusive",
-        _alone_cache,
-        "precondition",
-    ),
-    Rule(
-        "cold_cold",
-        "cold request was cold",
-        "inconclusive",
-        _cold_cold,
-        "precondition",
-    ),
+    Rule("alone_cache", "nobody else at the cache", "inconclusive", _alone_cache, "precondition"),
+    Rule("cold_cold", "cold request was cold", "inconclusive", _cold_cold, "precondition"),
     Rule("written", "in L2 before the restart", "inconclusive", _written),
     Rule("dropped", "files out of page cache", "inconclusive", _dropped),
     Rule("untouched", "files still as written", "inconclusive", _untouched),
     Rule("restored_answered", "answered after restart", "fail", _restored_answered),
+    Rule("asked", "whole prompt asked for", "inconclusive", _asked),
     Rule("l2_hits", "from L2, says the cache", "fail", _l2_hits),
     Rule("l1_zero", "from L1, says the cache", "inconclusive", _l1_zero),
     Rule("external_hits", "from outside, says vLLM", "fail", _external_hits),
@@ -337,6 +338,8 @@ def _summary(facts: Facts, persisted: Persisted, found: list[Condition], causes:
         return text if reads is None or reads.met else text + " The reads were not observed."
     open_ = [c for c in found if c.weight != "note" and c.met is not True]
     what = causes[0] if causes else (open_[0].question if open_ else "")
+    if not causes and open_ and open_[0].id == "agrees":
+        what = f"its evidence contradicts itself: {open_[0].figure}"
     if persisted == "FAIL":
         return f"The cache did not do its work after the restart: {what}"
     return f"The test cannot say whether the cache survived: {what}"

@@ -17,7 +17,7 @@ class Facts:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         config = evidence.config
-        self.chunks = config.prompt_tokens // config.chunk_size
+        self.chunks = config.prompt_tokens // config.chunk_size if config.chunk_size else 0
         self.aligned = self.chunks * config.chunk_size
 
     def request(self, role: str) -> Request | None:

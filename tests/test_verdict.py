@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from kvhost import reports, verdict, verdict_causes
+from kvhost import reports, verdict, verdict_agrees, verdict_causes
 from kvhost.evidence_model import Evidence, parse_evidence
 from kvhost.verdict import judge
 from kvhost.verdict_types import EXIT_CODES, Thresholds, Verdict
@@ -33,11 +33,14 @@ def judged(case: Case, limits: Thresholds | None = None) -> Verdict:
 def outcome(case: Case, found: Verdict) -> tuple[object, ...]:
     """What the table promises of a case, as far as it is told."""
     cause = found.causes[0].slug if found.causes and case.cause else None
-    return found.persisted, cause, case.said is None or case.said in found.summary
+    agrees = next((c.figure for c in found.conditions if c.id == "agrees"), None)
+    contradiction = agrees if case.contradiction else None
+    said = case.said is None or case.said in found.summary
+    return found.persisted, cause, said, contradiction
 
 
 def expected(case: Case) -> tuple[object, ...]:
-    return case.persisted, case.cause, True
+    return case.persisted, case.cause, True, case.contradiction
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -56,6 +59,73 @@ def test_without_any_one_condition_a_case_is_judged_wrongly(
     wrong = [case.name for case in CASES if judged(case).persisted != case.persisted]
     unsaid = [c.name for c in CASES if c.said and c.said not in judged(c).summary]
     assert wrong or unsaid
+
+
+@pytest.mark.parametrize("gone", verdict_agrees.CHECKS, ids=lambda check: check.__name__)
+def test_without_any_one_check_for_contradictions_a_case_passes(
+    gone: verdict_agrees.Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tuple(check for check in verdict_agrees.CHECKS if check is not gone)
+    monkeypatch.setattr(verdict_agrees, "CHECKS", left)
+    wrong = [c for c in CASES if outcome(c, judged(c)) != expected(c)]
+    passed = [c for c in wrong if judged(c).persisted == "PASS"]
+    # without chunks the prompt is too short, too: that check only keeps the words right
+    assert wrong if gone.__name__ == "_chunk_size" else passed
+
+
+def test_a_contradiction_is_said_in_the_summary() -> None:
+    found = judged(next(case for case in CASES if case.contradiction == "more than one boot"))
+    assert found.summary.endswith("its evidence contradicts itself: more than one boot")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"requests.restored.{field}", value)
+        for field, value in (
+            ("usage_cached_tokens", "8192"),
+            ("usage_cached_tokens", -1),
+            ("usage_prompt_tokens", 8200.0),
+            ("http_status", True),
+            ("ttft_s", float("nan")),
+            ("output_tokens", "2593"),
+            ("after.cache.hit_l2_tokens", "8192"),
+            ("after.cache.hit_l2_tokens", float("inf")),
+            ("after.vllm.external_hits", float("nan")),
+            ("after.vllm.external_hits", -8192.0),
+            ("before.own_files", -1),
+            ("before.own_files", None),
+            ("role", "another"),
+        )
+    ]
+    + [
+        ("written.new_bytes", -1),
+        ("page_cache.resident_after", -1),
+        ("page_cache.pages", 32768.5),
+        ("config.files_per_chunk", 0),
+        ("config.chunk_size", -256),
+        ("services.cache.after.proc.pid", "2102"),
+        ("services.cache.after.listens", 1),
+        ("steps.0.ok", "true"),
+    ],
+)
+def test_what_is_no_such_number_is_refused_by_its_name(path: str, value: object) -> None:
+    evidence = evidence_of(HEALTHY)
+    if path.startswith("steps"):
+        evidence["steps"][0]["ok"] = value
+    else:
+        put(path, value)(evidence)
+    with pytest.raises(ValidationError) as caught:
+        parse_evidence(json.dumps(evidence))
+    assert path in [".".join(map(str, error["loc"])) for error in caught.value.errors()]
+
+
+def test_another_service_or_request_is_refused() -> None:
+    for part in ("services", "requests"):
+        evidence = evidence_of(HEALTHY)
+        evidence[part]["another"] = next(iter(evidence[part].values()))
+        with pytest.raises(ValidationError, match=rf"{part}.another"):
+            parse_evidence(json.dumps(evidence))
 
 
 def test_every_recorded_evidence_is_in_the_table() -> None:

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.verdict_contradictions import CONTRADICTIONS
 from tests.verdict_edits import (
     Edit,
     Json,
@@ -24,6 +25,7 @@ from tests.verdict_edits import (
     first,
     in_life,
     no_reads,
+    no_step,
     only,
     other_token,
     put,
@@ -44,6 +46,7 @@ class Case:
     cause: str | None = None  # the first one named
     base: str = "healthy-fs_native"
     said: str | None = None  # words of the summary
+    contradiction: str | None = None  # figure of the condition "agrees"
 
 
 @functools.cache
@@ -161,12 +164,63 @@ CASES: tuple[Case, ...] = (
         "cold request failed", "INCONCLUSIVE", both(only("cold"), failed("cold")), "request-failed"
     ),
     Case("no control", "INCONCLUSIVE", only("cold", "warm", "restored")),
-    Case("no warm request", "PASS", only("cold", "restored", "control")),
+    Case(
+        "no warm request",
+        "PASS",
+        both(
+            only("cold", "restored", "control"),
+            put("config.warm", False),
+            no_step("warm request"),
+        ),
+    ),
+    Case("length of the prompt unsaid", "INCONCLUSIVE", put(R + "usage_prompt_tokens", None)),
+    Case(
+        "length of the control unsaid",
+        "INCONCLUSIVE",
+        put("requests.control.usage_prompt_tokens", None),
+    ),
+    Case("warm sent another prompt", "INCONCLUSIVE", put("requests.warm.prompt_digest", "x")),
+    Case(
+        "one token of answer",
+        "INCONCLUSIVE",
+        both(put("requests.cold.output_tokens", [1]), put(R + "output_tokens", [1])),
+    ),
+    # the cache was not asked
+    Case(
+        "vLLM did not ask for the control",
+        "INCONCLUSIVE",
+        count("control", "vllm", external_queries=-8200),
+    ),
+    Case(
+        "vLLM asked for a part of the control",
+        "INCONCLUSIVE",
+        count("control", "vllm", external_queries=-9),
+    ),
+    Case(
+        "the cache was asked for a part of the control",
+        "INCONCLUSIVE",
+        count("control", "cache", requested_tokens=-256),
+    ),
+    Case(
+        "vLLM asked for a part again",
+        "INCONCLUSIVE",
+        count("restored", "vllm", external_queries=-9),
+    ),
+    Case(
+        "the cache was asked for a part again",
+        "INCONCLUSIVE",
+        count("restored", "cache", requested_tokens=-256),
+    ),
+    *(
+        Case("contradiction: " + said, "INCONCLUSIVE", edit, contradiction=said)
+        for said, edit in CONTRADICTIONS
+    ),
+    Case("interrupted at the end", "INCONCLUSIVE", put("interrupted", "SIGTERM"), "interrupted"),
     # counters
     Case(
         "a counter fell",
         "INCONCLUSIVE",
-        count("control", "vllm", from_compute=-9e9),
+        count("control", "vllm", from_compute=-8205),
         "counters-reset",
     ),
     Case(

@@ -86,11 +86,33 @@ def restored_hits(l2: float, l1: float = 0, external: float | None = None) -> Ed
     return edit
 
 
+STEPS = {
+    "cold": "cold request, until it is written",
+    "warm": "warm request",
+    "restored": "the same request again",
+    "control": "control: an unseen prompt",
+}
+
+
+def step(name: str, **changed: object) -> Edit:
+    return lambda e: next(s for s in e["steps"] if s["name"] == name).update(changed)
+
+
+def no_step(name: str) -> Edit:
+    def edit(e: Json) -> None:
+        left = [s for s in e["steps"] if s["name"] != name]
+        assert len(left) < len(e["steps"]), name
+        e["steps"] = left
+
+    return edit
+
+
 def failed(role: str) -> Edit:
     def edit(e: Json) -> None:
         nothing = ("ttft_s", "total_s", "output_tokens", "usage_prompt_tokens")
         e["requests"][role] |= {**dict.fromkeys(nothing), "usage_cached_tokens": None}
         e["requests"][role] |= {"error": "HTTPError: 500", "http_status": 500}
+        step(STEPS[role], ok=False)(e)
 
     return edit
 
@@ -101,10 +123,31 @@ def only(*roles: str) -> Edit:
 
 def chunks(number: int) -> Edit:
     def edit(e: Json) -> None:
-        tokens = number * e["config"]["chunk_size"] + 8
-        e["config"]["prompt_tokens"] = tokens
+        old = e["written"]["new_files"]
+        size = e["config"]["chunk_size"]
+
+        def tokens(value: float) -> float:
+            whole = value // (old * size)
+            return float(value - whole * (old - number) * size)
+
+        def scale(place: Json, *fields: str) -> None:
+            for field in fields:
+                place[field] = place[field] and place[field] * number // old
+
+        e["config"]["prompt_tokens"] = number * size + 8
+        scale(e["written"], "expected_files", "new_files", "new_bytes")
+        scale(e["page_cache"], "files", "pages", "resident_before")
         for request in e["requests"].values():
-            request["usage_prompt_tokens"] = tokens
+            for field in ("usage_prompt_tokens", "usage_cached_tokens"):
+                request[field] = int(tokens(request[field]))
+            scale(request["files"], "new")
+        for shot in each_shot(e, 0, 1):
+            scale(shot, "files", "bytes", "own_files")
+            scale(shot["cache"], "l2_stored_chunks")
+            for page in (shot["vllm"], shot["cache"]):
+                for field in page:
+                    if page[field] and page[field] >= size:
+                        page[field] = tokens(page[field])
 
     return edit
 
