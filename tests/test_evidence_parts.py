@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvhost.onhost import evidence as collector
-from kvhost.onhost import evidence_config
+from kvhost.onhost import evidence_config, ready
 from kvhost.onhost import evidence_probe as probe
 
 pytestmark = pytest.mark.verdict
@@ -33,6 +33,47 @@ def test_clean_up_leaves_a_file_that_took_the_name_of_its_own(tmp_path: Path) ->
     (tmp_path / "c").replace(tmp_path / "b")
     result = one.clean_up()
     assert (result["removed"], [p.name for p in tmp_path.iterdir()]) == (1, ["b"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "null", '"x"', "{", *(f'{{"count": {c}, WHO}}' for c in ("null", '"7"', "[]", "-1"))],
+)
+def test_a_count_of_own_requests_of_a_wrong_shape_is_none(content: str, tmp_path: Path) -> None:
+    who = {"pid": 7, "start_ticks": 9}
+    path = tmp_path / "state" / "own-requests.json"
+    path.parent.mkdir()
+    path.write_text(content.replace("WHO", json.dumps(who)[1:-1]))
+    assert probe.own_requests(str(path), who) == 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/runner.json").write_text(json.dumps(who))
+    ready.count_own_request(str(tmp_path))
+    assert probe.own_requests(str(path), who) == 1
+    ready.count_own_request(str(tmp_path))
+    assert probe.own_requests(str(path), who) == 2
+    assert probe.own_requests(str(path), {**who, "start_ticks": 10}) == 0
+
+
+def test_a_log_is_read_from_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text("one\ntwo\n")
+    assert probe.read_log(str(path)) == (8, "")
+    assert probe.read_log(str(path), 4) == (8, "two\n")
+    assert probe.read_log(str(path), -4) == probe.read_log(str(path), 4)
+    assert probe.read_log(str(path), -99) == probe.read_log(str(path), 99) == (8, "one\ntwo\n")
+
+
+def test_a_log_that_is_no_regular_file_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret ERROR\n")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "folder", "pipe", "missing"):
+        code = "import sys; from kvhost.onhost import evidence_probe as p"
+        code += "; print(p.read_log(sys.argv[1], 0), p.read_log('/dev/null', 0))"
+        argv = [sys.executable, "-c", code, str(tmp_path / name)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
+        assert done.stdout.split() == ["None", "None"], name
 
 
 def test_every_fault_of_a_config_is_named_at_once(tmp_path: Path) -> None:
@@ -75,6 +116,7 @@ def test_a_metric_with_a_similar_name_or_another_label_is_not_counted() -> None:
     assert probe.parse_metrics(page, {"f": ("a_total", {"x": "1"})}) == {"f": 2}
     assert probe.parse_metrics(page, {"f": ("a_total", {})}) == {"f": 42}
     assert probe.parse_metrics(page, {"f": ("c_total", {})}) == {"f": None}
+    assert probe.parse_metrics("a_total NaN\n", {"f": ("a_total", {})}) == {"f": None}
 
 
 def test_log_lines_lose_colour_key_and_token_ids() -> None:

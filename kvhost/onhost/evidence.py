@@ -172,11 +172,7 @@ class Collector:
         proc = self.identity("runner")["proc"]
         if not proc:
             return None
-        own: Json = {}
-        with contextlib.suppress(OSError, ValueError), open(self.config["own_requests"]) as handle:
-            own = json.load(handle)
-        same = all(own.get(key) == proc[key] for key in ("pid", "start_ticks"))
-        count = int(own.get("count", 0) if same else 0) + add
+        count = probe.own_requests(self.config["own_requests"], proc) + add
         if add:
             now = {"pid": proc["pid"], "start_ticks": proc["start_ticks"], "count": count}
             probe.write_json(self.config["own_requests"], now, 0o644)
@@ -319,8 +315,8 @@ class Collector:
             who = self.identity(name)
             self.evidence["services"][name] = {"before": who, "after": None, "restart": None}
             path = service.get("log")
-            size = os.path.getsize(path) if path and os.path.exists(path) else 0
-            self.logs[name] = {"from": size, "to": None, "lines": []}
+            found = probe.read_log(path) if path else None
+            self.logs[name] = {"from": found[0] if found else 0, "to": None, "lines": []}
         for name, url in (
             ("vllm", self.config["api_base"] + "/version"),
             ("lmcache", self.config["cache_http"] + "/version"),
@@ -389,11 +385,10 @@ class Collector:
 
     def tail(self, name: str) -> str:
         path = self.config["services"][name].get("log")
-        if not path or not os.path.exists(path):
+        found = probe.read_log(path, -2000) if path else None
+        if found is None:
             return "no log"
-        with open(path, "rb") as handle:
-            handle.seek(max(0, os.path.getsize(path) - 2000))
-            lines = handle.read().decode(errors="replace").splitlines()[-3:]
+        lines = found[1].splitlines()[-3:]
         return "last lines: " + " / ".join(probe.scrub(line, self.key, 200) for line in lines)
 
     def drop_pages(self) -> Json:
@@ -426,13 +421,10 @@ class Collector:
     def read_logs(self) -> None:
         for name, entry in self.logs.items():
             path = self.config["services"][name].get("log")
-            if not path or not os.path.exists(path):
+            found = probe.read_log(path, entry["from"]) if path else None
+            if found is None:
                 continue
-            entry["to"] = os.path.getsize(path)
-            start = entry["from"] if entry["to"] >= entry["from"] else 0  # rotated
-            with open(path, "rb") as handle:
-                handle.seek(start)
-                text = handle.read(entry["to"] - start).decode(errors="replace")
+            entry["to"], text = found
             hits = [line for line in text.splitlines() if any(w in line for w in LOG_LINES[name])]
             entry["lines"] = [probe.scrub(line, self.key) for line in hits[-20:]]
 

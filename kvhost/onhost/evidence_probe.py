@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import glob
 import json
+import math
 import mmap
 import os
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -57,12 +59,15 @@ def scrub(text: str, secret: str | None = None, limit: int = 300) -> str:
 
 
 def parse_metrics(text: str, wanted: Json) -> Json:
-    """Prometheus text to {field: sum of the samples, or None where there is no sample}."""
+    """Prometheus text to {field: sum of the samples; None: no sample, or no number}."""
     found: Json = dict.fromkeys(wanted)
     for name, labels, value in re.findall(r"^([\w:]+)(?:\{(.*)\})?\s+(\S+)", text, re.M):
         for field, (metric, needed) in wanted.items():
             if name == metric and all(f'{k}="{v}"' in labels for k, v in needed.items()):
                 found[field] = (found[field] or 0.0) + float(value)
+    for field, total in found.items():
+        if total is not None and not math.isfinite(total):
+            found[field] = None
     return found
 
 
@@ -98,6 +103,39 @@ def read_stream(lines: Iterable[bytes], started: float, limit_s: float) -> Json:
     result["total_s"] = time.monotonic() - started
     result["output_tokens"] = tokens or None
     return result
+
+
+def own_requests(path: str, proc: Json) -> int:
+    """The count of the file at ``path``; 0 where it is missing, unusable or of another process."""
+    own: Any = None
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as handle:
+        own = json.load(handle)
+    if not isinstance(own, dict) or any(own.get(k) != proc[k] for k in ("pid", "start_ticks")):
+        return 0
+    count = own.get("count")
+    return count if type(count) is int and count >= 0 else 0  # a bool is no count
+
+
+def read_log(path: str, start: int | None = None) -> tuple[int, str] | None:
+    """(size in bytes, text from ``start``): no text without it, the end where it is negative.
+
+    From the beginning where the log is shorter than ``start`` (rotated). None: no regular file,
+    or not readable. The directory is the service user's: no link is followed, no pipe waited for.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(number, "rb") as handle:  # a directory is refused here
+            info = os.fstat(handle.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                return None
+            size = info.st_size
+            if start is None:
+                return size, ""
+            begin = max(0, size + start) if start < 0 else start if start <= size else 0
+            handle.seek(begin)
+            return size, handle.read(size - begin).decode(errors="replace")
+    except OSError:
+        return None
 
 
 def boot_id() -> str:

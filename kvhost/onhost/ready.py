@@ -123,7 +123,8 @@ def count_own_request(base: str) -> None:
     own = read_json(path)
     who = {"pid": runner.get("pid"), "start_ticks": runner.get("start_ticks")}
     same = all(own.get(key) == value for key, value in who.items())
-    count = (int(own.get("count", 0)) if same else 0) + 1
+    had = own.get("count") if same else 0
+    count = (had if type(had) is int and had >= 0 else 0) + 1  # of a wrong shape: none known
     try:
         with open(path + ".new", "w", encoding="utf-8") as handle:
             json.dump({**who, "count": count}, handle)
