@@ -98,6 +98,31 @@ def test_growth_is_answered_before_the_interval(tier: Path) -> None:
         assert process.poll() is None
 
 
+@pytest.mark.parametrize(
+    ("change", "since", "close"),
+    [
+        ({}, 1.0, False),
+        ({"usage_bytes": 96}, 1.0, True),
+        ({"free_bytes": 10**18}, 1.0, True),  # it fell since, perhaps into the tier
+        ({"free_floor_bytes": 10**18}, 1.0, True),
+        ({"headroom_bytes": 10**18}, 1.0, True),
+        ({"usage_bytes": 96}, 0.4, False),  # a pass of 0.5 s: at most half of the time is passes
+        ({"usage_bytes": 96, "state": "over, and nothing left"}, 9.0, False),
+        ({"usage_bytes": 96, "tier": "/none"}, 1.0, True),
+    ],
+)
+def test_when_not_to_wait_for_the_interval(
+    tmp_path: Path, change: dict[str, object], since: float, close: bool
+) -> None:
+    status: pruner.Status = {"tier": str(tmp_path), "state": "ok", "limit_bytes": 100, "high": 0.95}
+    # free space as it is, with room for what others write to the disk meanwhile
+    status |= {"usage_bytes": -(1 << 30), "free_bytes": pruner.free_bytes(str(tmp_path))}
+    status |= {"free_floor_bytes": 0, "headroom_bytes": 0, **change}
+    if "usage_bytes" in change:
+        status["free_bytes"] += 1 << 30
+    assert pruner.close_to_a_limit(status, 0.5, since) is close
+
+
 def test_a_pass_at_every_interval_where_free_space_tells_nothing(
     tier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
