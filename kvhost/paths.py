@@ -33,7 +33,7 @@ class HostPaths:
 
     @property
     def secrets(self) -> str:
-        """Keys, 0700, the service's user's."""
+        """Keys, each 0600 and its reader's own; the directory is root's."""
         return self._p("secrets")
 
     @property

@@ -104,7 +104,10 @@ def test_the_key_is_nowhere_but_in_its_file(provisioned: Site, first: Done) -> N
     ]
     assert holders == [provisioned.base / "secrets/api-key"]
     assert stat.S_IMODE(holders[0].stat().st_mode) == 0o600
-    assert stat.S_IMODE(holders[0].parent.stat().st_mode) == 0o700
+    assert holders[0].owner() == "kvhost"
+    # root's, so that the service's user can put nothing in the key's place
+    assert holders[0].parent.owner() == "root"
+    assert stat.S_IMODE(holders[0].parent.stat().st_mode) == 0o711
 
 
 def test_what_was_broken_behind_its_back_is_seen_and_mended(provisioned: Site) -> None:
