@@ -18,6 +18,12 @@ _CACHE_KINDS = {
     ),
     "native": f"native (vLLM's own tiering) {_LATER}",
 }
+_L2_ADAPTERS = {
+    "nixl_store_dynamic": (
+        "nixl_store_dynamic never stores again what the pruner removed, until it is restarted "
+        "(measured, docs/l2-adapters.md)"
+    ),
+}
 
 # Keys that are tried and are not settings: what is wrong, and the line to write.
 NOT_SETTINGS: dict[str, tuple[str, str]] = {
@@ -73,4 +79,11 @@ def cache_kind_in_this_version(value: object) -> object:
     """Refuse, with the reason, a kind of cache that is known and not supported."""
     if isinstance(value, str) and value in _CACHE_KINDS:
         raise Refusal(_CACHE_KINDS[value], "mp")
+    return value
+
+
+def l2_adapter_in_this_version(value: object) -> object:
+    """Refuse, with the reason, an adapter of LMCache that does not do for kvhost."""
+    if isinstance(value, str) and value in _L2_ADAPTERS:
+        raise Refusal(_L2_ADAPTERS[value], "fs_native")
     return value

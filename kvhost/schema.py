@@ -22,7 +22,11 @@ from kvhost import _values
 from kvhost._combinations import combination_problems
 from kvhost._problems import CombinationError
 from kvhost._runner_args import runner_extra_args as _check_runner_args
-from kvhost._unsupported import cache_kind_in_this_version, runner_in_this_version
+from kvhost._unsupported import (
+    cache_kind_in_this_version,
+    l2_adapter_in_this_version,
+    runner_in_this_version,
+)
 from kvhost.paths import HostPaths
 
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
@@ -62,6 +66,7 @@ _ModelSource = Annotated[str, AfterValidator(_values.model_source)]
 _Revision = Annotated[str, AfterValidator(_values.model_revision)]
 _ModelName = Annotated[str, AfterValidator(_values.served_model_name)]
 _Runner = Annotated[Literal["vllm"], BeforeValidator(runner_in_this_version)]
+_L2Adapter = Annotated[Literal["fs", "fs_native"], BeforeValidator(l2_adapter_in_this_version)]
 _CacheKind = Annotated[Literal["mp"], BeforeValidator(cache_kind_in_this_version)]
 _Host = Annotated[str, AfterValidator(_values.api_host)]
 _Port = Annotated[int, AfterValidator(_values.port)]
@@ -207,7 +212,7 @@ class Settings(BaseModel):
     cache_kind: _CacheKind = _setting(
         _CACHE, "mp", "Cache behind the engine: the multiprocess server of LMCache.", example="mp"
     )
-    l2_adapter: Literal["fs", "fs_native", "nixl_store_dynamic"] = _setting(
+    l2_adapter: _L2Adapter = _setting(
         _CACHE, "fs_native", "How the cache server reads and writes its files.", example="fs"
     )
     cache_limit_gib: float = _setting(

@@ -162,9 +162,6 @@ def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict
 
 def l2_adapter(settings: Settings, namespace_dir: str) -> dict[str, Any]:
     """LMCache's description of the file tier. No cap here: none of its caps survives a restart."""
-    if settings.l2_adapter == "nixl_store_dynamic":
-        params = {"file_path": namespace_dir, "use_direct_io": "false"}
-        return {"type": "nixl_store_dynamic", "backend": "POSIX", "backend_params": params}
     adapter: dict[str, Any] = {"type": settings.l2_adapter, "base_path": namespace_dir}
     if settings.l2_adapter == "fs_native":
         adapter["num_workers"] = 4
@@ -200,6 +197,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         *("--http-host", "127.0.0.1", "--http-port", str(settings.cache_http_port)),
         *("--l1-size-gb", str(settings.l1_gib), "--l1-init-size-gb", str(settings.l1_gib)),
         *("--eviction-policy", "LRU", "--chunk-size", str(settings.chunk_size)),
+        *("--max-workers", "4"),  # as measured (docs/l2-adapters.md)
         *("--supported-transfer-mode", "auto", "--shm-name", shm_name(paths)),
         *("--l2-adapter", json.dumps(l2_adapter(settings, namespace_dir), sort_keys=True)),
     )

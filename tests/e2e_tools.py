@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-BASE = Path("/var/lib/kvhost-e2e")
+BASE = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e"))
 API_KEY = "sk-e2e-7c1d0f4b9a"  # planted, and searched for everywhere
 
 

@@ -140,6 +140,8 @@ REFUSED: list[tuple[str, object, str]] = [
     ("dtype", "bf16", "must be auto or float32 or bfloat16 or float16"),
     ("kv_cache_dtype", "fp8_e4m33", "kv_cache_dtype = 'fp8_e4m3'"),
     ("l2_adapter", "disk", "must be fs or fs_native"),
+    ("l2_adapter", "nixl_store_dynamic", "never stores again"),
+    ("l2_adapter", "nixl_store_dynamic", "l2_adapter = 'fs_native'"),
     ("runner", "llama_server", "not in this version"),
     ("runner", "ollama", "not in this version"),
     ("runner", "sglang", "must be vllm"),

@@ -81,7 +81,7 @@ def test_the_cache_servers_arguments() -> None:
     assert json.loads(option(argv, "--l2-adapter"))["base_path"] == NAMESPACE
 
 
-@pytest.mark.parametrize("kind", ["fs", "fs_native", "nixl_store_dynamic"])
+@pytest.mark.parametrize("kind", ["fs", "fs_native"])
 def test_every_adapter_writes_into_the_namespace_and_has_no_cap_of_its_own(kind: str) -> None:
     adapter = services.l2_adapter(settings(l2_adapter=kind), NAMESPACE)
     assert adapter["type"] == kind
