@@ -18,7 +18,7 @@ from deploys.common.operations import (
     unknown_yet,
 )
 from deploys.common.own import own_files
-from deploys.common.rendered import look, vllm_yaml
+from deploys.common.rendered import look, not_resolved, vllm_yaml
 from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
 
 
@@ -65,11 +65,7 @@ def tier(run: Run) -> Commands:
     """
     late = look(run)
     if late.resolved is None:
-        yield (
-            refuse(f"the configuration was not resolved: {late.why}")
-            if executing()
-            else (unknown_yet())
-        )
+        yield not_resolved(late)
         return
     top, here, user = run.paths.tier_dir, late.namespace_dir(run), run.user
     yield from files.directory._inner(path=top, user=user, group=user, mode="700")

@@ -7,9 +7,11 @@ from typing import Any
 
 import jinja2
 from pyinfra import host
+from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
 from deploys.common.facts import CommandJson, JsonFile
+from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.namespace import Namespace, input_digest, namespace_of
 from kvhost.services import Service, model_dir, services, vllm_config
 from kvhost.settings import Settings
@@ -85,3 +87,9 @@ def look(run: Run) -> Late:
     if resolved["status"] != "ok":
         return Late(digest, path, why=resolved["why"])
     return Late(digest, path, resolved["data"])
+
+
+def not_resolved(late: Late) -> PyinfraCommand:
+    """For an operation that needs the namespace: while preparing, a change that is not known yet;
+    in the run itself, what fails this host with the reason."""
+    return refuse(f"not resolved: {late.why}") if executing() else unknown_yet()

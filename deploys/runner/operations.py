@@ -11,9 +11,9 @@ from pyinfra.operations import files
 
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, executing, refuse, shown, unknown_yet
+from deploys.common.operations import Commands, shown
 from deploys.common.ready import ready_command
-from deploys.common.rendered import Late, look, supervisord_conf, vllm_yaml
+from deploys.common.rendered import Late, look, not_resolved, supervisord_conf, vllm_yaml
 from kvhost.receipt import make_receipt
 
 
@@ -35,11 +35,7 @@ def service_files(run: Run) -> Commands:
     """
     late = look(run)
     if late.resolved is None:
-        yield (
-            refuse(f"the configuration was not resolved: {late.why}")
-            if executing()
-            else (unknown_yet())
-        )
+        yield not_resolved(late)
         return
     for path, text in service_texts(run, late).items():
         yield from files.put._inner(
@@ -85,7 +81,7 @@ def receipt(run: Run) -> Commands:
     """
     late = look(run)
     if late.resolved is None:
-        yield refuse(f"no receipt: {late.why}") if executing() else unknown_yet()
+        yield not_resolved(late)
         return
     texts = {f"{run.paths.etc}/vllm.yaml": vllm_yaml(run), **service_texts(run, late)}
     text = make_receipt(
