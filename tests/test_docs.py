@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploys.host import needed_packages
 from kvhost import plan_refusals, plan_storage, plan_types
 from kvhost.onhost import abi_check, engine_pip
+from kvhost.packages import needed_packages
 from kvhost.paths import HostPaths
 from kvhost.services import service_env
 from kvhost.settings import Settings

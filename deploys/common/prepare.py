@@ -17,12 +17,13 @@ from deploys.common.context import REPO, Run
 from deploys.common.facts import HostReportText
 from deploys.common.rendered import vllm_yaml_of
 from deploys.common.runlock import is_dead
-from deploys.host import needed_packages, scripts
+from deploys.host import scripts
 from kvhost.locks import EngineLock, LockError, LockInfo, choose_lock, lock_infos, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.model_need import need_of
 from kvhost.namespace import digest_of, predicted_fields
 from kvhost.onhost import model_builtin
+from kvhost.packages import needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan_host import minor
 from kvhost.plan_types import unreadable

@@ -9,6 +9,7 @@ from deploys.common.facts import ONHOST
 from deploys.common.operations import Directory, TextFile, directories, text_files
 from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
+from kvhost.packages import needed_packages
 
 GUARD = ONHOST / "kvhost_guard.py"
 
@@ -16,12 +17,6 @@ GUARD = ONHOST / "kvhost_guard.py"
 def scripts() -> list[Path]:
     """The scripts that lie in bin/ on the host."""
     return sorted(path for path in ONHOST.glob("[a-z]*.py") if path != GUARD)
-
-
-def needed_packages(python: str) -> tuple[str, ...]:
-    """Debian packages; a Python outside /usr/bin brings its own venv module."""
-    venv = (f"{python.rpartition('/')[2]}-venv",) if python.startswith("/usr/bin/") else ()
-    return ("libnuma1", "ca-certificates", "util-linux", *venv)
 
 
 def wanted_directories(run: Run) -> list[Directory]:
