@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from pyinfra_cli.util import parse_cli_arg  # type: ignore[import-untyped]
 
 from kvhost.paths import HostPaths
 from kvhost.settings import Settings, SettingsError, field_notes, settings_digest, validate_hosts
@@ -25,6 +27,22 @@ from tests.settings_cases import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+PARSE = """
+import json, sys
+from pyinfra_cli.util import parse_cli_arg
+print(json.dumps(parse_cli_arg(sys.argv[1])))
+"""
+
+
+def parse_cli_arg(typed: str) -> object:
+    """What pyinfra makes of a value of --data. In a process of its own: pyinfra_cli patches the
+    threads, sockets and processes of whoever imports it."""
+    argv = [sys.executable, "-c", PARSE, typed]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    parsed: object = json.loads(done.stdout)
+    return parsed
 
 
 def test_nothing_set_gives_the_defaults() -> None:
