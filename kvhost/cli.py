@@ -92,11 +92,12 @@ def status(as_json: bool) -> None:
     else:
         console = Console()
         for report in reports:
-            console.print(verdict_table(report.host, report.verdict))
+            for result in report.results:
+                console.print(verdict_table(report.host, result.verdict))
             console.print(history_line(report))
         if not reports:
             console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
-    sys.exit(_worst([report.verdict.persisted for report in reports]))
+    sys.exit(_worst([report.persisted for report in reports]))
 
 
 def latest_reports() -> list[Report]:

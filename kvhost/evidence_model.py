@@ -1,4 +1,7 @@
-"""What kvhost/onhost/evidence.py hands over, schema version 1. Facts only, no judgement.
+"""What kvhost/onhost/evidence.py hands over, schema version 2 and the older 1. No judgement.
+
+A run tests one event after another; each is one `Evidence` with prompts of its own, so that each
+can be judged by itself. Version 1 knows the event "both" and one control, the unseen prompt.
 
 Seconds are wall-clock differences by a monotonic clock, sizes are bytes, counters are the sums over
 all engines and models of a Prometheus page. A part that could not be read is None, never 0.
@@ -6,14 +9,26 @@ all engines and models of a Prometheus page. A part that could not be read is No
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA = "kvhost/evidence/1"
+SCHEMA = "kvhost/evidence/2"
+#: What is done to the services between the two requests (docs/verdict.md)
+Event = Literal["runner", "cache", "both", "kill", "reboot", "other"]
+EVENTS: tuple[Event, ...] = get_args(Event)
 Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0)]
-Role = Annotated[str, Field(pattern="^(cold|warm|restored|control)$")]
+#: cold, warm, restored: the prompt of the test. control: never seen. half: shares the first half
+#: of the prompt of half_cold. moved: the prompt of moved_cold, its files moved aside. killed:
+#: cut off by kill -9; cut: the same prompt afterwards, reference: once more, computed anew.
+Role = Annotated[
+    str,
+    Field(
+        pattern="^(cold|warm|restored|control|half_cold|half|moved_cold|moved|killed|cut|reference)$"
+    ),
+]
 ServiceName = Annotated[str, Field(pattern="^(cache|runner)$")]
 
 
@@ -128,10 +143,16 @@ class Request(Part):
     before: Snapshot | None
     after: Snapshot | None
     files: FilesDelta | None
+    prompt_tokens: Count | None = None
+    """Tokens of this prompt; None: those of the config."""
+    logprobs: list[float | None] | None = None
+    """Log probability of each output token, natural logarithm."""
+    written: Written | None = None
+    """The wait for this request's files, where the test depends on them."""
 
 
 class Written(Part):
-    """The wait until the cold request's KV lay in the namespace."""
+    """The wait until a request's KV lay in the namespace."""
 
     expected_files: Count
     new_files: Count
@@ -149,6 +170,58 @@ class PageCache(Part):
     pages: Count
     resident_before: Count
     resident_after: Count
+
+
+class Moved(Part):
+    """Files of one of the test's own prompts, moved out of the namespace and put back."""
+
+    moved: Count
+    put_back: Count
+    left: Count
+    """Files that could be put back nowhere; they lie where the journal says."""
+
+
+class Foreign(Part):
+    """A namespace of the test's own beside the real one, with copies of the files of a prompt.
+
+    ``read``: files of it whose pages were in the page cache afterwards, though dropped before.
+    """
+
+    planted: Count
+    read: Count | None
+    changed: Count
+    removed: bool
+
+
+class Flushed(Part):
+    """The engine's own KV memory, filled with other prompts until the test's was evicted."""
+
+    blocks: Count | None
+    block_size: Count | None
+    tokens: Count
+    requests: Count
+    seconds: Amount
+    error: str | None
+
+
+class Killed(Part):
+    """kill -9 of both services in the middle of a write; ``files``: new whole ones at that moment,
+    ``kept``: those of them that a sweep at the start left."""
+
+    pids: list[Count]
+    files: Count
+    expected_files: Count
+    kept: Count | None
+
+
+class Resumed(Part):
+    """A test that went on after a reboot: boots and PID 1's start times of before and after."""
+
+    boot_id: str
+    pid1_ticks: Count
+    boot_id_after: str
+    pid1_ticks_after: Count
+    waited_s: Amount
 
 
 class Log(Part):
@@ -200,16 +273,15 @@ class Filesystem(Part):
 
 
 class Evidence(Part):
-    """One run of the restart-persistence test on one host.
+    """The test of one event on one host. ``requests`` is by role.
 
-    ``event`` is what was restarted; ``requests`` is by role (cold, warm, restored, control), so
-    that further events and controls are further values, not another shape.
+    ``services``: ``before`` is who was asked before the event, ``after`` who was asked after it.
     """
 
-    schema_: Literal["kvhost/evidence/1"] = Field(alias="schema")
+    schema_: Literal["kvhost/evidence/1", "kvhost/evidence/2"] = Field(alias="schema")
     started_unix: Amount
     finished_unix: Amount
-    event: Literal["both"]
+    event: Event
     config: TestConfig
     boot_id: str
     filesystem: Filesystem
@@ -223,11 +295,34 @@ class Evidence(Part):
     logs: dict[str, Log]
     cleanup: Cleanup | None
     steps: list[Step]
+    moved: Moved | None = None
+    foreign: Foreign | None = None
+    flushed: Flushed | None = None
+    killed: Killed | None = None
+    resumed: Resumed | None = None
+
+
+class EvidenceFile(Part):
+    """What evidence.py writes since version 2: the events in the order of their tests."""
+
+    schema_: Literal["kvhost/evidence/2"] = Field(alias="schema")
+    events: list[Evidence] = Field(min_length=1)
 
 
 def parse_evidence(text: str) -> Evidence:
-    """Evidence from the JSON that evidence.py wrote.
+    """Evidence of one event from its JSON.
 
     Raises pydantic.ValidationError, which names every field that is missing, unknown or wrong.
     """
     return Evidence.model_validate_json(text)
+
+
+def parse_events(text: str) -> list[Evidence]:
+    """Evidence of every event from the JSON that evidence.py wrote, of version 2 or 1.
+
+    Raises ValueError: JSON's own, or pydantic.ValidationError, which names every wrong field.
+    """
+    found = json.loads(text)
+    if isinstance(found, dict) and found.get("schema") == "kvhost/evidence/1":
+        return [parse_evidence(text)]
+    return EvidenceFile.model_validate_json(text).events

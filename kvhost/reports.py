@@ -1,6 +1,6 @@
-"""Verdicts kept at home: reports/HOST/TIME.json, schema kvhost/verdict/1.
+"""Verdicts kept at home: reports/HOST/TIME.json, schema kvhost/verdict/2; version 1 is still read.
 
-The published JSON schema is docs/schema/verdict-1.json; `python -m kvhost.reports` prints it.
+The published JSON schema is docs/schema/verdict-2.json; `python -m kvhost.reports` prints it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvhost import __version__
 from kvhost.evidence_model import Evidence
-from kvhost.verdict_types import Verdict
+from kvhost.verdict_types import Persisted, Verdict, worst
 
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
 
@@ -50,17 +50,60 @@ def tell_summary(host: str, **verdict: str) -> None:
             file.write(json.dumps({"host": host, **verdict}) + "\n")
 
 
-class Report(BaseModel):
-    """One verdict with the evidence it rests on. Holds no prompt and no key."""
+class Result(BaseModel):
+    """One event of the test: its verdict with the evidence it rests on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_: Literal["kvhost/verdict/1"] = Field(default="kvhost/verdict/1", alias="schema")
-    host: str
-    time: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d{6}Z$")
     verdict: Verdict
     evidence: Evidence
+
+
+class Report(BaseModel):
+    """One run of the test on one host: every event that was tested, in order; ``persisted`` is the
+    worst of them. Holds no prompt and no key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_: Literal["kvhost/verdict/2"] = Field(default="kvhost/verdict/2", alias="schema")
+    host: str
+    time: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d{6}Z$")
+    persisted: Persisted
+    results: list[Result] = Field(min_length=1)
     versions: dict[str, str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_version_1(cls, data: Any) -> Any:
+        """Version 1 held one verdict with its evidence, of the event "both"."""
+        if not isinstance(data, dict) or data.get("schema") != "kvhost/verdict/1":
+            return data
+        rest = {k: v for k, v in data.items() if k not in ("schema", "verdict", "evidence")}
+        verdict = data.get("verdict")
+        persisted = verdict.get("persisted") if isinstance(verdict, dict) else None
+        result = {"verdict": verdict, "evidence": data.get("evidence")}
+        return {**rest, "persisted": persisted, "results": [result]}
+
+    @model_validator(mode="after")
+    def _is_the_worst(self) -> Report:
+        if self.persisted != worst(one.verdict.persisted for one in self.results):
+            raise ValueError(f"persisted is {self.persisted}, but that is not the worst result")
+        for one in self.results:
+            if one.verdict.event != one.evidence.event:
+                raise ValueError(
+                    f"verdict on {one.verdict.event}, evidence of {one.evidence.event}"
+                )
+        return self
+
+    @property
+    def result(self) -> Result:
+        """The one that decides: the first of those with the worst verdict."""
+        return next(one for one in self.results if one.verdict.persisted == self.persisted)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict that decides, see ``result``."""
+        return self.result.verdict
 
 
 def host_folder(host: str) -> str:
@@ -75,11 +118,18 @@ def host_folder(host: str) -> str:
     return f"{plain}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 
 
-def make_report(host: str, verdict: Verdict, evidence: Evidence, at: datetime) -> Report:
-    """A report of one run; ``at`` must carry a time zone."""
-    versions = {"kvhost": __version__, **evidence.versions}
-    time = at.astimezone(UTC).strftime(TIME_FORMAT)
-    return Report(host=host, time=time, verdict=verdict, evidence=evidence, versions=versions)
+def make_report(host: str, results: list[tuple[Verdict, Evidence]], at: datetime) -> Report:
+    """A report of one run, at least one event; ``at`` must carry a time zone."""
+    versions = {"kvhost": __version__}
+    for _, evidence in results:
+        versions |= evidence.versions
+    return Report(
+        host=host,
+        time=at.astimezone(UTC).strftime(TIME_FORMAT),
+        persisted=worst(verdict.persisted for verdict, _ in results),
+        results=[Result(verdict=verdict, evidence=evidence) for verdict, evidence in results],
+        versions=versions,
+    )
 
 
 def write_report(folder: Path, report: Report) -> Path:

@@ -371,6 +371,7 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
         # the first request of a process is slower; the control, too, was computed in whole
         worth = "yes" if restored <= limits.worth_ratio * min(computed) else "no"
     return Verdict(
+        event=evidence.event,
         persisted=persisted,
         worth_it=worth,
         summary=_summary(facts, persisted, found, [cause.title for cause in causes]),

@@ -1,14 +1,23 @@
-"""The verdict's data: schema kvhost/verdict/1."""
+"""The verdict on one event of the test, and how several are summed up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvhost.evidence_model import Event
+
 Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 Weight = Literal["fail", "inconclusive", "note"]
 EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+_RANK: dict[Persisted, int] = {"PASS": 0, "INCONCLUSIVE": 1, "FAIL": 2}
+
+
+def worst(verdicts: Iterable[Persisted]) -> Persisted:
+    """A FAIL outweighs an INCONCLUSIVE; none at all is INCONCLUSIVE."""
+    return max(verdicts, key=_RANK.__getitem__, default="INCONCLUSIVE")
 
 
 class Thresholds(BaseModel):
@@ -56,10 +65,11 @@ class Cause(BaseModel):
 
 
 class Verdict(BaseModel):
-    """persisted never depends on time; worth_it depends on nothing else."""
+    """Of one event. persisted never depends on time; worth_it depends on nothing else."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    event: Event = "both"
     persisted: Persisted
     worth_it: Literal["yes", "no", "unknown"]
     summary: str

@@ -40,7 +40,7 @@ def seconds(verdict: Verdict) -> str:
 
 def headline(host: str, verdict: Verdict) -> Text:
     """persisted, worth_it and the times of one host; the host's name is shown as it is."""
-    text = Text(f"{host}: persisted ")
+    text = Text(f"{host}: event {verdict.event}: persisted ")
     text.append(verdict.persisted, _COLOUR[verdict.persisted])
     text.append(f", worth it {verdict.worth_it}\n  first token: {seconds(verdict)}")
     return text
@@ -62,9 +62,10 @@ def verdict_table(host: str, verdict: Verdict) -> RenderableType:
 
 
 def history_line(report: Report) -> Text:
-    """One report in one line, for lists."""
-    verdict = report.verdict
+    """One report in one line, for lists: the event that decides, and how many others there were."""
+    verdict, others = report.verdict, len(report.results) - 1
     text = Text(f"{report.time}  {report.host}  ")
     text.append(f"{verdict.persisted:<12}", _COLOUR[verdict.persisted])
+    text.append(f"  {verdict.event}" + (f" and {others} more" if others else ""))
     text.append(f"  worth it {verdict.worth_it:<7}  {seconds(verdict)}")
     return text

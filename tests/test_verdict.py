@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from kvhost import reports, verdict, verdict_agrees, verdict_causes
-from kvhost.evidence_model import Evidence, parse_evidence
+from kvhost.evidence_model import Evidence, parse_events, parse_evidence
 from kvhost.verdict import judge
 from kvhost.verdict_types import EXIT_CODES, Thresholds, Verdict
 from kvhost.verdict_view import history_line, verdict_table
@@ -212,7 +212,7 @@ def test_exit_codes() -> None:
 
 def test_evidence_of_another_version_or_with_unknown_parts_is_refused() -> None:
     whole = evidence_of(HEALTHY)
-    for change in ({"schema": "kvhost/evidence/2"}, {"hits": 8192}):
+    for change in ({"schema": "kvhost/evidence/3"}, {"hits": 8192}):
         with pytest.raises(ValidationError, match=next(iter(change))):
             parse_evidence(json.dumps({**whole, **change}))
 
@@ -242,7 +242,7 @@ def test_the_table_fits_eighty_columns_and_shows_every_condition() -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
     for rule in verdict.RULES:
         assert rule.question in text
-    assert "web-1: persisted PASS, worth it yes" in text
+    assert "web-1: event both: persisted PASS, worth it yes" in text
     assert "cold 10.25 s, warm 0.19 s, after restart 1.08 s" in text
 
 
@@ -259,7 +259,7 @@ def test_the_table_names_what_is_missing_not_met_and_why() -> None:
 def test_markup_in_a_host_name_is_shown_not_obeyed() -> None:
     console = Console(width=80, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
     console.print(verdict_table("[red]x[/red]", judged(HEALTHY)))
-    assert "[red]x[/red]: persisted" in console.export_text()
+    assert "[red]x[/red]: event both: persisted" in console.export_text()
 
 
 # -- reports ----------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ NOON = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)
 
 def report_of(case: Case, host: str = "@local", at: datetime = NOON) -> reports.Report:
     evidence = Evidence.model_validate(evidence_of(case))
-    return reports.make_report(host, judge(evidence), evidence, at)
+    return reports.make_report(host, [(judge(evidence), evidence)], at)
 
 
 def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -280,6 +280,54 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary file stays
+
+
+def of_event(event: str, persisted: str) -> tuple[Verdict, Evidence]:
+    evidence = Evidence.model_validate({**evidence_of(HEALTHY), "event": event})
+    verdict = judge(evidence).model_copy(update={"persisted": persisted, "event": event})
+    return verdict, evidence
+
+
+@pytest.mark.parametrize(
+    ("found", "overall"),
+    [
+        (("PASS", "PASS"), "PASS"),
+        (("PASS", "INCONCLUSIVE"), "INCONCLUSIVE"),
+        (("FAIL", "INCONCLUSIVE"), "FAIL"),
+        (("INCONCLUSIVE", "FAIL"), "FAIL"),
+    ],
+)
+def test_of_several_events_the_worst_decides(found: tuple[str, str], overall: str) -> None:
+    results = [of_event("both", found[0]), of_event("runner", found[1])]
+    report = reports.make_report("a", results, NOON)
+    assert (report.persisted, report.verdict.persisted) == (overall, overall)
+    line = history_line(report).plain
+    assert overall in line and f"{report.verdict.event} and 1 more" in line
+    with pytest.raises(ValidationError, match="not the worst"):
+        reports.Report.model_validate(
+            {
+                **report.model_dump(by_alias=True),
+                "persisted": "PASS" if overall != "PASS" else "FAIL",
+            }
+        )
+
+
+def test_a_verdict_on_another_event_than_its_evidence_is_no_report() -> None:
+    verdict, _ = of_event("runner", "PASS")
+    with pytest.raises(ValidationError, match="verdict on runner, evidence of both"):
+        reports.make_report("a", [(verdict, of_event("both", "PASS")[1])], NOON)
+
+
+def test_a_report_and_evidence_of_version_1_are_still_read(tmp_path: Path) -> None:
+    new = json.loads(report_of(HEALTHY).model_dump_json(by_alias=True))
+    verdict = {k: v for k, v in new["results"][0]["verdict"].items() if k != "event"}
+    old = {k: new[k] for k in ("host", "time", "versions")}
+    old |= {"schema": "kvhost/verdict/1", "verdict": verdict, "evidence": evidence_of(HEALTHY)}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old))
+    assert reports.load_report(path) == report_of(HEALTHY)
+    events = parse_events(json.dumps(evidence_of(HEALTHY)))
+    assert [one.schema_ for one in events] == ["kvhost/evidence/1"]
 
 
 def test_a_report_is_never_replaced(tmp_path: Path) -> None:
@@ -313,7 +361,7 @@ def test_hosts_that_look_alike_keep_apart() -> None:
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    published = json.loads((ROOT / "docs/schema/verdict-1.json").read_text())
+    published = json.loads((ROOT / "docs/schema/verdict-2.json").read_text())
     assert published == reports.json_schema(), "run: python -m kvhost.reports > docs/schema/…"
 
 
@@ -323,7 +371,7 @@ def test_the_published_schema_accepts_reports_and_nothing_else() -> None:
     for case in CASES:
         checker.validate(json.loads(report_of(case).model_dump_json(by_alias=True)))
     good = json.loads(report_of(HEALTHY).model_dump_json(by_alias=True))
-    for path, value in (("verdict.persisted", "MAYBE"), ("schema", "kvhost/verdict/2")):
+    for path, value in (("persisted", "MAYBE"), ("schema", "kvhost/verdict/1"), ("results", [])):
         bad = copy.deepcopy(good)
         put(path, value)(bad)
         assert not checker.is_valid(bad)

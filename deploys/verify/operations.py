@@ -24,7 +24,7 @@ from deploys.common.operations import (
 )
 from deploys.common.ready import ready_command
 from deploys.common.rendered import Late, look
-from kvhost.evidence_model import parse_evidence
+from kvhost.evidence_model import parse_events
 from kvhost.reports import (
     check_writable,
     latest_report,
@@ -157,16 +157,19 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
         return False
     try:
-        evidence = parse_evidence(spool.getvalue().decode())
+        events = parse_events(spool.getvalue().decode())
     except ValueError as error:
         host.log_styled(f"the evidence is not usable: {error}", fg="red", log_func=logger.error)
         return False
-    verdict = judge(evidence, Thresholds(min_hit=run.settings.verify_min_hit))
-    report = make_report(run.host, verdict, evidence, datetime.now(UTC))
+    limits = Thresholds(min_hit=run.settings.verify_min_hit)
+    results = [(judge(evidence, limits), evidence) for evidence in events]
+    report = make_report(run.host, results, datetime.now(UTC))
     path = write_report(reports_dir(), report)
-    if evidence.refused is None:
-        Console(stderr=True).print(verdict_table(run.host, verdict))
-    else:  # nothing was measured: a table would be a list of what is missing
+    for verdict, evidence in results:
+        if evidence.refused is None:
+            Console(stderr=True).print(verdict_table(run.host, verdict))
+            continue
+        # nothing was measured: a table would be a list of what is missing
         Console(stderr=True).print(headline(run.host, verdict))
         logger.info(
             f"    [{run.host}] the server is in use, and the test would restart it. What this run "
@@ -174,8 +177,8 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
             "        kvhost verify --disrupt      (or --data disrupt=true)"
         )
     logger.info(f"    [{run.host}] report: {path}")
-    tell_summary(run.host, persisted=verdict.persisted, time=report.time)
-    known = {"receipt": digest, "persisted": verdict.persisted, "time": report.time}
+    tell_summary(run.host, persisted=report.persisted, time=report.time)
+    known = {"receipt": digest, "persisted": report.persisted, "time": report.time}
     text = StringIO(json.dumps(known) + "\n")
     host.put_file(text, f"{run.paths.state}/verified.json", **how)
-    return verdict.persisted == "PASS"
+    return report.persisted == "PASS"
