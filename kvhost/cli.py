@@ -17,9 +17,10 @@ import click
 from rich.console import Console
 
 from kvhost import __version__
+from kvhost.cli_report import report
 from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
 from kvhost.verdict_types import EXIT_CODES, Persisted
-from kvhost.verdict_view import history_line, verdict_table
+from kvhost.verdict_view import history_line, printable, verdict_table
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -91,13 +92,16 @@ def status(as_json: bool) -> None:
         click.echo(json.dumps(verdicts, indent=1))
     else:
         console = Console()
-        for report in reports:
-            for result in report.results:
-                console.print(verdict_table(report.host, result.verdict))
-            console.print(history_line(report))
+        for one in reports:
+            for result in one.results:
+                console.print(verdict_table(one.host, result.verdict))
+            console.print(history_line(one))
         if not reports:
             console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
-    sys.exit(_worst([report.persisted for report in reports]))
+    sys.exit(_worst([one.persisted for one in reports]))
+
+
+main.add_command(report)
 
 
 def latest_reports() -> list[Report]:
@@ -131,7 +135,7 @@ def _run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     entries = [json.loads(line) for line in lines]
     for entry in (entry for entry in entries if "persisted" in entry):
         verdicts[entry["host"]] = entry["persisted"]
-        click.echo(f"{entry['host']}: persisted {entry['persisted']} ({entry['time']})")
+        click.echo(f"{printable(entry['host'])}: persisted {entry['persisted']} ({entry['time']})")
     if not verdicts:
         untested = not code and bool(entries)
         click.echo(

@@ -14,7 +14,17 @@ _COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yello
 _MARK = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("?", "yellow")}
 
 
-def _number(figure: float | int | str | None) -> str:
+def printable(text: str) -> str:
+    """Text for a terminal: what would steer it (escape codes, directions of writing) is replaced.
+
+    >>> printable("a\\x1b[31mb")
+    'a\ufffd[31mb'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def figure_text(figure: float | int | str | None) -> str:
+    """A figure as it is shown; "missing" where there is none."""
     if figure is None:
         return "missing"
     return f"{figure:.0f}" if isinstance(figure, float) else str(figure)
@@ -24,8 +34,8 @@ def _row(condition: Condition) -> tuple[Text, ...]:
     word, style = _MARK[condition.met]
     if condition.weight == "note" and condition.met is not True:
         word, style = "-", "dim"
-    cells = (condition.question, _number(condition.figure), condition.threshold)
-    return (*(Text(cell) for cell in cells), Text(word, style))
+    cells = (condition.question, figure_text(condition.figure), condition.threshold)
+    return (*(Text(printable(cell)) for cell in cells), Text(word, style))
 
 
 def seconds(verdict: Verdict) -> str:
@@ -40,7 +50,7 @@ def seconds(verdict: Verdict) -> str:
 
 def headline(host: str, verdict: Verdict) -> Text:
     """persisted, worth_it and the times of one host; the host's name is shown as it is."""
-    text = Text(f"{host}: event {verdict.event}: persisted ")
+    text = Text(f"{printable(host)}: event {verdict.event}: persisted ")
     text.append(verdict.persisted, _COLOUR[verdict.persisted])
     text.append(f", worth it {verdict.worth_it}\n  first token: {seconds(verdict)}")
     return text
@@ -55,16 +65,16 @@ def verdict_table(host: str, verdict: Verdict) -> RenderableType:
     table.add_column("met", width=3)
     for condition in verdict.conditions:
         table.add_row(*_row(condition))
-    parts: list[RenderableType] = [headline(host, verdict), table, Text(verdict.summary)]
+    parts: list[RenderableType] = [headline(host, verdict), table, Text(printable(verdict.summary))]
     for cause in verdict.causes:
-        parts.append(Text(f"* {cause.title}\n  {cause.change}\n  {cause.link}"))
+        parts.append(Text(printable(f"* {cause.title}\n  {cause.change}\n  {cause.link}")))
     return Group(*parts)
 
 
 def history_line(report: Report) -> Text:
     """One report in one line, for lists: the event that decides, and how many others there were."""
     verdict, others = report.verdict, len(report.results) - 1
-    text = Text(f"{report.time}  {report.host}  ")
+    text = Text(f"{report.time}  {printable(report.host)}  ")
     text.append(f"{verdict.persisted:<12}", _COLOUR[verdict.persisted])
     text.append(f"  {verdict.event}" + (f" and {others} more" if others else ""))
     text.append(f"  worth it {verdict.worth_it:<7}  {seconds(verdict)}")
