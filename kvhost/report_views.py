@@ -30,7 +30,7 @@ Standing = Literal["PASS", "FAIL", "INCONCLUSIVE", "NONE"]
 
 @dataclass(frozen=True)
 class EventView:
-    """One event of a report. seconds: the whole test; ttft and tokens are by role, these by source."""
+    """One event of a report. seconds: the whole test; ttft, tokens: by role, then by source."""
 
     name: str
     title: str
