@@ -1,0 +1,1 @@
+"""Test hosts: loop devices of this machine, and machines of their own."""
