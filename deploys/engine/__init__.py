@@ -10,33 +10,11 @@ import shlex
 from deploys.common.context import REPO, Run
 from deploys.common.operations import TextFile, run_unless, text_files
 from kvhost.services import service_env
+from kvhost.tools import tools_commands
 
 
 def lock_path(run: Run) -> str:
     return f"{run.paths.locks}/{run.lock.name}-py{run.lock.python}-{run.lock.digest[:16]}.txt"
-
-
-def tools_commands(run: Run) -> tuple[str, str]:
-    """(check, build) of the tools' environment; the check prints true or false."""
-    here, current = run.tools_dir, f"{run.paths.tools}/current"
-    done = f"{here}/.kvhost-complete.json"
-    check = (
-        f'[ -f {done} ] && [ "$(readlink {current})" = {here} ] '
-        f"&& [ -x {here}/bin/supervisord ] && [ -x {here}/bin/uv ] && echo true || echo false"
-    )
-    build = " && ".join(
-        (
-            f"rm -rf {here}",
-            f"{shlex.quote(run.python)} -m venv {here}",
-            f"{here}/bin/python -m pip install -q --disable-pip-version-check --require-hashes "
-            f"--only-binary :all: -r {run.paths.locks}/tools.txt",
-            f"chmod -R go+rX,go-w {here}",
-            f'echo \'{{"digest": "{run.tools_digest}"}}\' > {done}',
-            f"ln -sfn {here} {current}.new",
-            f"mv -T {current}.new {current}",
-        )
-    )
-    return check, build
 
 
 def deploy(run: Run) -> None:
@@ -52,7 +30,7 @@ def deploy(run: Run) -> None:
             ),
         ],
     )
-    check, build = tools_commands(run)
+    check, build = tools_commands(paths, run.tools_digest, run.python)
     run_unless(
         name="engine: tools (uv, supervisord)",
         check=("sh", "-c", check),
