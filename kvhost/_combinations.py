@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from kvhost._drive_combinations import drive_problems
 from kvhost._problems import Problem
 from kvhost._values import is_hub_id, is_loopback
 from kvhost.paths import HostPaths
@@ -24,6 +25,7 @@ def combination_problems(
     for rule in (_watermarks, _ports, _revision, _tier, _model_dir, _verify_length, _verify_hit):
         yield from rule(settings)
     yield from _key_beyond_loopback(settings, api_key_in_env)
+    yield from drive_problems(settings)
 
 
 _Found = Iterator[tuple[frozenset[str], Problem]]
@@ -72,6 +74,8 @@ def _revision(s: Settings) -> _Found:
 
 
 def _tier(s: Settings) -> _Found:
+    if s.tier_dir is None:
+        return  # it follows base_dir, or the drive, of which _drive_combinations judges
     base, tier = PurePosixPath(s.base_dir), PurePosixPath(s.resolved_tier_dir)
     keys = ("tier_dir", "base_dir")
     if base.is_relative_to(tier):
@@ -80,7 +84,7 @@ def _tier(s: Settings) -> _Found:
             f"{tier} is or holds base_dir, and the cache needs a directory that holds nothing else",
             f"tier_dir = '{base}/tier'",
         )
-    elif tier.is_relative_to(base) and tier.relative_to(base).parts[0] in _names_in_base():
+    elif tier.is_relative_to(base) and tier.relative_to(base).parts[0] in names_in_base():
         yield _found(
             keys,
             f"{tier} lies in {base / tier.relative_to(base).parts[0]}, where kvhost keeps "
@@ -89,7 +93,7 @@ def _tier(s: Settings) -> _Found:
         )
 
 
-def _names_in_base() -> frozenset[str]:
+def names_in_base() -> frozenset[str]:
     """First names below base_dir that HostPaths gives to something else than the tier."""
     paths = HostPaths(base_dir="/b", tier_dir="/t")
     named = [name for name, kind in vars(HostPaths).items() if isinstance(kind, property)]

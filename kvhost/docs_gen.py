@@ -13,6 +13,8 @@ from kvhost.settings import field_notes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
+_FIRST = "Where it lies"  # the drive's own, which most readers do not need, come after it
+
 _HEAD = """\
 # Settings
 
@@ -35,10 +37,12 @@ for all hosts before anything is touched, and an unknown key is an error.
 
 
 def page() -> str:
-    """The whole page, grouped in the order of the schema, with a newline at its end."""
+    """The whole page, in groups, with a newline at its end."""
     groups: dict[str, list[str]] = {}
-    for key, field in Settings.model_fields.items():
-        notes = field_notes(key)
+    fields = Settings.model_fields
+    first = [key for key in fields if field_notes(key)["group"] == _FIRST]
+    for key in dict.fromkeys([*first, *fields]):
+        field, notes = fields[key], field_notes(key)
         cells = [
             f"`{key}`",
             _type(field),

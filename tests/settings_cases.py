@@ -66,11 +66,33 @@ DEFAULTS: dict[str, object] = {
     "verify_min_hit": 0.95,
     "disrupt": False,
     "break_lock": None,
+    "drive_by_id": None,
+    "drive_serial": None,
+    "drive_wwn": None,
+    "drive_model": None,
+    "drive_min_size": None,
+    "drive_max_size": None,
+    "drive_transport": None,
+    "drive_count": 1,
+    "drive_mount": None,
+    "drive_filesystem": "xfs",
+    "drive_blank_check": "full",
+    "drive_erase": None,
+    "drive_adopt": False,
+    "drive_encrypt": False,
+    "drive_ephemeral": False,
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
     "model_revision": {"model_source": "org/name"},
     "api_host": {"api_key_file": "secrets/api_key"},
+    **{
+        key: {"drive_model": "Disk*"}
+        for key in (
+            *("drive_count", "drive_mount", "drive_filesystem", "drive_blank_check"),
+            *("drive_erase", "drive_adopt", "drive_encrypt", "drive_ephemeral"),
+        )
+    },
 }
 
 
@@ -102,6 +124,12 @@ ACCEPTED: list[tuple[str, object]] = [
     ("runner_extra_args", ["--seed", "-1", "--hf-overrides", '{"a b": "--host"}']),
     ("runner_extra_args", ["--no-enable-chunked-prefill", "--gpu_memory_utilization=0.8"]),
     ("break_lock", "alice@laptop:4711"),
+    ("drive_by_id", "nvme-Samsung_SSD_990_PRO_2TB_S7KHNJ0W123456A"),
+    ("drive_serial", "/var/tmp/a file.img"),
+    ("drive_wwn", "0x5000c500a1b2c3d4"),
+    ("drive_min_size", "500 GB"),
+    ("drive_max_size", "0.5PiB"),
+    ("drive_transport", "loop"),
 ]
 
 
@@ -233,6 +261,30 @@ REFUSED: list[tuple[str, object, str]] = [
     ("engine_lock", "", "is empty"),
     ("break_lock", "a\nb", "newline"),
     ("api_key_file", "  ", "is empty"),
+    # drives
+    ("drive_by_id", "/dev/nvme0n1", "can be another drive's after the next boot"),
+    ("drive_by_id", "/dev/sdb", "kvhost drives shows them"),
+    ("drive_by_id", "/dev/disk/by-id/../../sda", "must be the name of a link"),
+    ("drive_by_id", "/dev/disk/by-id/nvme-X_1-part1", "/dev/disk/by-id/nvme-X_1'"),
+    ("drive_serial", "S7K*", "for drive_model alone"),
+    ("drive_serial", " S7K", "drive_serial = 'S7K'"),
+    ("drive_wwn", "5", "must be a WWN"),
+    ("drive_model", "*", "true of every drive"),
+    ("drive_model", "", "is empty"),
+    ("drive_min_size", "2", "drive_min_size = '2TB'"),
+    ("drive_min_size", 2, "must be text"),
+    ("drive_max_size", "2tib", "drive_max_size = '2TiB'"),
+    ("drive_max_size", "2T", "must be a number and one of MB, GB, TB"),
+    ("drive_max_size", "2 kB", "must be a number and one of"),
+    ("drive_min_size", "0TB", "is nothing"),
+    ("drive_transport", "nvme-tcp", "must be nvme or sata"),
+    ("drive_count", 0, "must be at least 1"),
+    ("drive_mount", "/mnt", "drive_mount = '/mnt/kvhost'"),
+    ("drive_mount", "/etc/kv", "keeps nothing in"),
+    ("drive_filesystem", "zfs", "must be xfs or ext4 or btrfs"),
+    ("drive_erase", "yes", "the token that the refusal of the plan prints"),
+    ("drive_erase", "erase-0123", "the token that the refusal of the plan prints"),
+    ("drive_adopt", "yes", "must be true or false"),
 ]
 
 
@@ -308,4 +360,60 @@ COMBINATIONS: list[Combination] = [
     ),
     ({"verify_min_hit": 1}, "verify_min_hit, verify_prompt_tokens, chunk_size", "8192 of 8200"),
     *[_open(host) for host in _OPEN],
+    # drives
+    ({"drive_mount": "/srv/d"}, "drive_mount", "no drive is claimed"),
+    (
+        {"drive_adopt": True, "drive_encrypt": True},
+        "drive_adopt, drive_encrypt",
+        "no drive is claimed",
+    ),
+    (
+        {"drive_min_size": "2TiB", "drive_max_size": "2TB"},
+        "drive_min_size, drive_max_size",
+        "no drive has at least 2TiB (2,199,023,255,552 bytes) and at most 2TB",
+    ),
+    (
+        {"drive_serial": "S1x", "tier_dir": "/srv/kv"},
+        "tier_dir, drive_mount",
+        "tier_dir = '/var/lib/kvhost/drive/tier'",
+    ),
+    (
+        {"drive_serial": "S1x", "drive_mount": "/srv/d", "tier_dir": "/srv/d"},
+        "tier_dir, drive_mount",
+        "would not lie in a directory on it",
+    ),
+    (
+        {"drive_serial": "S1x", "drive_mount": "/var/lib/kvhost/log/d"},
+        "drive_mount, base_dir",
+        "where kvhost keeps something else",
+    ),
+    (
+        {"drive_serial": "S1x", "drive_mount": "/srv/d", "base_dir": "/srv/d/kvhost"},
+        "drive_mount, base_dir",
+        "must not come and go with the drive",
+    ),
+    (
+        {"drive_serial": "S1x", "drive_mount": "/srv/d", "model_source": "/srv/d/m"},
+        "model_source, drive_mount",
+        "lies where the drive is mounted",
+    ),
+    *[
+        ({"drive_serial": "S1x", "drive_adopt": True, key: value}, f"drive_adopt, {key}", said)
+        for key, value, said in (
+            ("drive_encrypt", True, "not encrypted"),
+            ("drive_erase", f"erase-{'0' * 32}", "not erased"),
+            ("drive_ephemeral", True, "never formatted"),
+        )
+    ],
+    (
+        {"drive_model": "D*", "drive_count": 2, "drive_adopt": True},
+        "drive_count, drive_adopt",
+        "makes no RAID of it",
+    ),
+    ({"drive_serial": "S1x", "drive_count": 2}, "drive_count, drive_serial", "names one drive"),
+    (
+        {"drive_serial": "S1x", "drive_erase": f"erase-{'0' * 32},erase-{'1' * 32}"},
+        "drive_erase, drive_count",
+        "one drive is claimed",
+    ),
 ]

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from kvhost._drive_values import bytes_of
 from kvhost.paths import HostPaths
+from kvhost.schema_drives import CRITERIA
 from kvhost.settings import Settings, SettingsError, field_notes, settings_digest, validate_hosts
 from tests.settings_cases import (
     ACCEPTED,
@@ -111,6 +113,34 @@ def test_fits_together(data: dict[str, object]) -> None:
     check(data)
 
 
+def test_a_claimed_drive_takes_the_cache_with_it() -> None:
+    assert not check({}).claims_a_drive
+    for key in CRITERIA:
+        assert check({key: field_notes(key)["example"]}).claims_a_drive, key
+    drive: dict[str, object] = {"drive_serial": "S1x"}
+    assert check(drive).resolved_tier_dir == "/var/lib/kvhost/drive/tier"
+    assert check({**drive, "drive_mount": "/srv/d"}).resolved_tier_dir == "/srv/d/tier"
+    assert check({**drive, "drive_mount": "/srv/d", "tier_dir": "/srv/d/kv"}).resolved_tier_dir == (
+        "/srv/d/kv"
+    )
+
+
+def test_sizes_are_what_they_say() -> None:
+    assert bytes_of("2TB") == 2 * 10**12 and bytes_of("1.8TiB") == 1979120929997
+    assert bytes_of("500 GB") == 5 * 10**11 and bytes_of("1MiB") == 1 << 20
+
+
+@pytest.mark.parametrize("place", ["--data", "the data of a group"])
+def test_a_token_to_erase_is_taken_from_the_hosts_own_data_alone(place: str) -> None:
+    data: dict[str, object] = {"drive_serial": "S1x", "drive_erase": f"erase-{'0' * 32}"}
+    validate_hosts({"one": data}, PYINFRA, {}, {"two": {"drive_erase": place}})
+    with pytest.raises(SettingsError) as caught:
+        validate_hosts({"one": data}, PYINFRA, {}, {"one": {"drive_erase": place}})
+    (problem,) = caught.value.problems
+    assert problem.key == "drive_erase" and place in problem.what
+    validate_hosts({"one": data}, PYINFRA, {}, {"one": {"drive_serial": place}})
+
+
 def test_a_key_in_the_environment_opens_the_api() -> None:
     data: dict[str, object] = {"api_host": "0.0.0.0"}
     assert check(data, {"KVHOST_API_KEY": "k"}).api_host == "0.0.0.0"
@@ -186,6 +216,7 @@ def test_the_digest_is_stable() -> None:
 STAYS_ON_THE_CONTROLLER = {
     *("engine_lock", "hf_token_file", "api_key_file", "break_lock", "disrupt"),
     *("verify", "verify_prompt_tokens", "verify_min_hit"),
+    *("drive_adopt", "drive_blank_check", "drive_erase"),
 }
 
 

@@ -49,6 +49,26 @@ def pyinfra_keys() -> frozenset[str]:
     return frozenset(keys)
 
 
+def places() -> dict[str, dict[str, str]]:
+    """Host -> key -> where it comes from, of the keys that are not the host's own data.
+
+    Of a key in several places the one that counts: --data before host, host before group.
+    """
+    inventory = context.state.inventory
+    override = {str(key): "--data" for key in inventory.get_override_data()}
+    return {
+        one.name: {
+            **{
+                str(key): "the data of a group"
+                for key in one.group_data
+                if key not in one.host_data
+            },
+            **override,
+        }
+        for one in inventory
+    }
+
+
 def all_settings() -> dict[str, Settings]:
     """Settings of every host of the inventory, checked once for the whole run.
 
@@ -57,7 +77,7 @@ def all_settings() -> dict[str, Settings]:
     if not _settings:
         data = {one.name: dict(one.data.dict()) for one in context.state.inventory}
         try:
-            _settings.update(validate_hosts(data, pyinfra_keys()))
+            _settings.update(validate_hosts(data, pyinfra_keys(), elsewhere=places()))
         except SettingsError as error:
             raise DeployError(f"the settings are not usable:\n{error}") from error
     return _settings
