@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""What drive_apply.py was doing when it was cut off: state/drive-apply.json, shown by this script.
+
+Every UUID is drawn before the first byte is written and kept here, with the identity of the drive
+and the stage. So a half-made drive can be told from anything else: its table is, sector by sector,
+zero or what we would write, and a filesystem in it carries our UUID. The journal makes nothing else
+eatable: a drive of another identity, another table or another filesystem is foreign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA = 1
+FILE = "drive-apply.json"
+#: in this order: the erasing that a token allowed, the table, the filesystem; then it is finished
+STAGES = ("erase", "table", "mkfs", "made")
+#: what makes a drive the same drive, whatever name and numbers it has today
+IDENTITY = ("serial", "wwn", "model", "size_bytes", "backing")
+
+
+def identity_of(device: Mapping[str, Any]) -> dict[str, Any]:
+    """The lasting part of what drive_probe.py prints of a device."""
+    return {key: device[key] for key in IDENTITY if device.get(key) is not None}
+
+
+def same_drive(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two descriptions are of one drive. A size alone identifies nothing."""
+    first, second = identity_of(one), identity_of(other)
+    return first == second and any(key in first for key in ("serial", "wwn", "backing"))
+
+
+def new(device: Mapping[str, Any], filesystem: str, token: str | None) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "drive": identity_of(device),
+        "stage": "erase" if token else "table",
+        "filesystem": filesystem,
+        "disk_guid": str(uuid.uuid4()),
+        "partition_uuid": str(uuid.uuid4()),
+        "fs_uuid": str(uuid.uuid4()),
+        "token": token,
+        "signatures": None,
+        "zero_before": token is None,
+    }
+
+
+def read(state: str) -> dict[str, Any] | None:
+    """The journal, None without one. Raises OSError, ValueError: it is no licence then."""
+    try:
+        with open(os.path.join(state, FILE), encoding="utf-8") as handle:
+            data = json.load(handle)
+    except FileNotFoundError:
+        return None
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{os.path.join(state, FILE)} is not a journal of this version")
+    return data
+
+
+def unfinished(journal: Mapping[str, Any] | None, device: Mapping[str, Any]) -> str | None:
+    """The stage in which a run on this very drive was cut off, None if none was.
+
+    Pure; the plan uses it too.
+    """
+    if journal is None or not same_drive(journal.get("drive") or {}, device):
+        return None
+    stage = journal.get("stage")
+    return stage if stage in STAGES else None
+
+
+def write(state: str, journal: Mapping[str, Any]) -> None:
+    """On the disk when it returns, root's, 0600."""
+    write_json(os.path.join(state, FILE), journal)
+
+
+def write_json(path: str, data: Mapping[str, Any], mode: int = 0o600) -> None:
+    temporary = path + ".new"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(fd, "w", encoding="utf-8") as handle:
+        json.dump(data, handle, indent=1, sort_keys=True)
+        handle.write("\n")
+        handle.flush()
+        os.fchmod(handle.fileno(), mode)
+        os.fsync(handle.fileno())
+    os.replace(temporary, path)
+    sync_directory(os.path.dirname(path))
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def forget(state: str) -> None:
+    path = os.path.join(state, FILE)
+    if os.path.exists(path):
+        os.unlink(path)
+        sync_directory(state)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("state", help="directory of the journal, state/ of base_dir")
+    print(json.dumps(read(parser.parse_args().state)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
