@@ -17,12 +17,16 @@ Pieces = list[tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class Format:
-    """``pieces`` takes the size of the device in bytes and returns what to write, and where."""
+    """``pieces`` takes the size of the device in bytes and returns what to write, and where.
+
+    ``finding``: what a report must name it; "data" where only reading every byte tells.
+    """
 
     name: str
     holds: str
     source: str
     pieces: Callable[[int], Pieces]
+    finding: str = "signature"
     mib: int = 64
 
 
@@ -167,8 +171,8 @@ FORMATS = (
     Format("vmfs-volume", "a VMFS volume member", "vmfs-tools vmfs_volume.h",
            at(MIB, struct.pack("<2I", 0xC001D00D, 6))),
     Format("bcachefs", "bcachefs", "bcachefs_format.h: struct bch_sb", at(4096, bytes(16)
-           + struct.pack("<HH4x", 26, 14) + bytes.fromhex("c68573f64e1a45ca8265f57f48ba6d81")
-           + bytes(range(32)))),
+           + struct.pack("<HH4x", 26, 14) + bytes.fromhex("c68573f666ce90a9d96a60cf803df7ef")
+           + bytes(range(32))), "leftover"),
     Format("refs", "ReFS", "the boot sector as libfsrefs documents it",
            at(0, b"\0\0\0ReFS\0\0\0\0\0\0\0\0\0FSRS\0\2")),
     Format("bluestore", "a Ceph OSD", "Ceph BlueStore: bdev label",
@@ -193,7 +197,7 @@ FORMATS = (
     Format("ufs2", "UFS2", "FreeBSD sys/ufs/ffs/fs.h",
            at(64 * KIB + 1372, struct.pack("<I", 0x19540119))),
     Format("sysv", "System V", "Linux fs/sysv", at(512 + 504, struct.pack("<2I", 0xFD187E20, 2))),
-    Format("befs", "BeFS", "Practical File System Design with BeOS, 4", be_file_system),
+    Format("befs", "BeFS", "Practical File System Design with BeOS, 4", be_file_system, "data"),
     Format("romfs", "romfs", "Linux Documentation/filesystems/romfs",
            at(0, b"-rom1fs-" + struct.pack(">2I", 1024, 0) + b"lab\0")),
     Format("netware", "NetWare NSS", "util-linux's description of the format", at(4096, b"SPB5")),
@@ -201,17 +205,18 @@ FORMATS = (
     Format("hibernation", "a suspended system in the swap space", "Linux kernel/power/swap.c",
            at(4086, b"S1SUSPEND\0")),
     Format("ubi", "UBI", "Linux drivers/mtd/ubi/ubi-media.h", at(0, b"UBI#\1\0\0\0")),
-    Format("jffs2", "JFFS2", "Linux include/uapi/linux/jffs2.h", jffs2),
+    Format("jffs2", "JFFS2", "Linux include/uapi/linux/jffs2.h", jffs2, "data"),
     Format("apple-map", "an Apple partition map", "Inside Macintosh: Devices", apple_map),
     Format("dynamic-disk", "a dynamic disk of Windows", "Linux block/partitions/ldm.h", ldm),
     Format("boot-code", "boot code and no partition", "the PC's boot record",
-           at(0, (b"\xeb\x63\x90" + b"GRUB ").ljust(510, b"\x90") + b"\x55\xaa")),
+           at(0, (b"\xeb\x63\x90" + b"GRUB ").ljust(510, b"\x90") + b"\x55\xaa"), "leftover"),
     Format("corestorage", "CoreStorage (FileVault 2)", "libfvde: the volume header",
-           at(88, b"CS" + struct.pack("<I", 1))),
+           at(88, b"CS" + struct.pack("<I", 1)), "data"),
     Format("qcow2", "a disk image in QEMU's format", "QEMU docs/interop/qcow2.txt",
-           at(0, b"QFI\xfb" + struct.pack(">IQIIQ", 3, 0, 0, 16, 1 << 30))),
+           at(0, b"QFI\xfb" + struct.pack(">IQIIQ", 3, 0, 0, 16, 1 << 30)), "data"),
     Format("gzip", "a compressed archive", "RFC 1952",
-           at(0, b"\x1f\x8b\x08\0" + bytes(range(200)))),
-    Format("tar", "a tar archive", "POSIX ustar", tar_header),
-    Format("text", "text from the first byte on", "plain bytes", at(0, b"do not erase: payroll\n")),
+           at(0, b"\x1f\x8b\x08\0" + bytes(range(200))), "data"),
+    Format("tar", "a tar archive", "POSIX ustar", tar_header, "data"),
+    Format("text", "text from the first byte on", "plain bytes",
+           at(0, b"do not erase: payroll\n"), "data"),
 )  # fmt: skip
