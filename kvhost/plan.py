@@ -323,8 +323,10 @@ def _costs(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
     model = model_to_store(settings, report, facts)
     if installed(_own(report, "envs"), facts.lock_digest):
         return []
+    limit = settings.limit_gib
     download = facts.download_bytes + (model if settings.model_source != "builtin" else 0)
     return [
         f"This run downloads {size(download)} and takes {size(facts.env_disk_bytes + model)} of "
-        f"disk; the cache may grow to {size(settings.cache_limit_gib * GIB)}."
+        f"disk; the cache may grow to "
+        + (f"{size(limit * GIB)}." if limit is not None else "the drive's size less the floor.")
     ]

@@ -100,8 +100,9 @@ def room(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         on_base.append(("the engine's environment", facts.env_disk_bytes))
     if model_bytes := model_to_store(settings, report, facts):
         on_base.append(("the model", model_bytes))
+    limit = settings.limit_gib or 0.0  # None is what there is
     on_tier = [
-        (f"cache_limit_gib {settings.cache_limit_gib:g} GiB", int(settings.cache_limit_gib * GIB)),
+        (f"cache_limit_gib {limit:g} GiB", int(limit * GIB)),
         (f"free_floor_gib {settings.free_floor_gib:g} GiB", int(settings.free_floor_gib * GIB)),
     ]
     if base.mount_point == tier.mount_point:
@@ -112,7 +113,7 @@ def room(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         needed, have = sum(n for _, n in parts), disk.avail + ours
         if needed <= have:
             continue
-        spare = (have - needed) / GIB + settings.cache_limit_gib
+        spare = (have - needed) / GIB + limit
         fits = disk is tier and spare >= 1
         lower = f"lower cache_limit_gib to {math.floor(spare)}, or " if fits else ""
         held = f", {size(ours)} of it the cache's own files" if ours else ""

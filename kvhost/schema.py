@@ -23,6 +23,7 @@ from kvhost._unsupported import (
 from kvhost.paths import HostPaths
 from kvhost.schema_drives import DriveSettings
 
+DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
 
 
@@ -177,10 +178,11 @@ class Settings(DriveSettings):
     l2_adapter: _L2Adapter = setting(
         _CACHE, "fs_native", "How the cache server reads and writes its files.", example="fs"
     )
-    cache_limit_gib: float = setting(
+    cache_limit_gib: float | None = setting(
         _CACHE,
-        20.0,
-        "What the files of the cache may take; passed for at most one interval of the pruner.",
+        None,
+        "What the files of the cache may take, passed for at most one interval of the pruner; without "
+        "it, 20 in a directory, and on a drive of its own all but free_floor_gib.",
         unit="GiB",
         example=200.0,
         ge=0.01,
@@ -347,6 +349,13 @@ class Settings(DriveSettings):
         if problems:
             raise CombinationError(problems)
         return self
+
+    @property
+    def limit_gib(self) -> float | None:
+        """What the cache may take, in GiB; None: all of its drive but the floor."""
+        if self.cache_limit_gib is None and not self.claims_a_drive:
+            return DIRECTORY_LIMIT_GIB
+        return self.cache_limit_gib
 
     @property
     def resolved_tier_dir(self) -> str:

@@ -240,14 +240,14 @@ def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> S
 
 
 def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
-    gib = 1 << 30
+    gib, limit = 1 << 30, settings.limit_gib
     return Service(
         name="pruner",
         title="pruner of the tier",
         argv=(
             *(f"{paths.tools}/current/bin/python", f"{paths.bin}/pruner.py", "run"),
             *("--tier", settings.paths.tier_dir),
-            *("--limit-bytes", str(int(settings.cache_limit_gib * gib))),
+            *("--limit-bytes", "all" if limit is None else str(int(limit * gib))),
             *("--high", str(settings.cache_high_watermark)),
             *("--low", str(settings.cache_low_watermark)),
             *("--free-floor-bytes", str(int(settings.free_floor_gib * gib))),

@@ -104,6 +104,7 @@ def settings_digest(settings: Settings) -> str:
     """
     content = settings.model_dump(mode="json")
     content["tier_dir"] = settings.resolved_tier_dir
+    content["cache_limit_gib"] = settings.limit_gib
     if settings.claims_a_drive:
         content["drive_mount"] = settings.resolved_drive_mount
     reaching = {key: content[key] for key in content if field_notes(key)["reaches_host"]}

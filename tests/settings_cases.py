@@ -44,7 +44,7 @@ DEFAULTS: dict[str, object] = {
     "runner": "vllm",
     "cache_kind": "mp",
     "l2_adapter": "fs_native",
-    "cache_limit_gib": 20.0,
+    "cache_limit_gib": None,
     "cache_high_watermark": 0.95,
     "cache_low_watermark": 0.85,
     "free_floor_gib": 2.0,

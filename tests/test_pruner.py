@@ -354,3 +354,12 @@ def test_dry_run_changes_nothing(tier: Path) -> None:
     assert table.count("ns-aa/") == 5
     assert "would remove 5 files, 0.3 MiB; nothing was changed" in table
     assert snapshot(tier) == before
+
+
+def test_all_is_what_the_filesystem_has_without_the_floor(tmp_path: Path) -> None:
+    words = ["once", "--tier", str(tmp_path), "--free-floor-bytes", str(1 << 20)]
+    st = os.statvfs(tmp_path)
+    whole = st.f_blocks * st.f_frsize - (1 << 20)
+    assert pruner.parse([*words, "--limit-bytes", "all"]).limit_bytes == whole
+    with pytest.raises(SystemExit):
+        pruner.parse([*words, "--limit-bytes", "most"])

@@ -185,6 +185,11 @@ def test_the_pruner_is_given_the_limits_in_bytes() -> None:
     assert option(argv, "--limit-bytes") == str(3 << 29)
     assert option(argv, "--free-floor-bytes") == str(1 << 29)
     assert float(option(argv, "--interval")) == 7
+    assert option(described()["pruner"].argv, "--limit-bytes") == str(20 << 30)
+    on_a_drive = described(drive_serial="S1")["pruner"].argv
+    assert option(on_a_drive, "--limit-bytes") == "all"
+    on_a_drive = described(drive_serial="S1", cache_limit_gib=3.0)["pruner"].argv
+    assert option(on_a_drive, "--limit-bytes") == str(3 << 30)
     assert (option(argv, "--high"), option(argv, "--low")) == ("0.95", "0.85")
     assert option(argv, "--current") == "ns-" + "a" * 24
 

@@ -265,6 +265,14 @@ def free_bytes(where: int | str) -> int:
     return st.f_bavail * st.f_frsize
 
 
+def limit_of(args: argparse.Namespace) -> int:
+    """The limit in bytes; "all" is for a tier that has a filesystem of its own."""
+    if args.limit_bytes != "all":
+        return int(args.limit_bytes)
+    st = os.statvfs(args.tier)
+    return st.f_blocks * st.f_frsize - int(args.free_floor_bytes)
+
+
 def choose(scan: Scan, args: argparse.Namespace, now_ns: int) -> tuple[list[Victim], bool]:
     """What to remove, in order, with the reason; and whether that will not be enough."""
     victims = []
@@ -508,7 +516,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             window = "what was written this shortly before an unclean stop goes (%(default)s)"
             add("--unsynced-seconds", type=float, default=writeback_seconds(), help=window)
         else:
-            add("--limit-bytes", type=int, required=True)
+            whole = "or all: what the filesystem has, without the floor"
+            add("--limit-bytes", required=True, help=whole)
             add("--high", type=float, default=0.95, help="prune above limit x HIGH (%(default)s)")
             add("--low", type=float, default=0.85, help="prune to limit x LOW (%(default)s)")
             add("--free-floor-bytes", type=int, default=0, help="always left free (%(default)s)")
@@ -526,6 +535,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not Path(args.tier).is_absolute():
         wrong.append(f"--tier {args.tier}: not an absolute path")
     if args.command != "sweep":
+        try:
+            args.limit_bytes = limit_of(args)
+        except (OSError, ValueError) as why:
+            parser.error(f"--limit-bytes {args.limit_bytes}: {why}")
         if args.headroom_bytes is None:  # what a burst writes until a pass has answered it
             args.headroom_bytes = min(1 << 30, max(16 << 20, args.limit_bytes // 20))
         if not 0 < args.low < args.high <= 1:
