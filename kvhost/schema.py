@@ -181,8 +181,8 @@ class Settings(DriveSettings):
     cache_limit_gib: float | None = setting(
         _CACHE,
         None,
-        "What the files of the cache may take, passed for at most one interval of the pruner; without "
-        "it, 20 in a directory, and on a drive of its own all but free_floor_gib.",
+        "What the files of the cache may take, passed for at most one interval of the pruner; "
+        "without it, 20 in a directory, and on a drive of its own all but free_floor_gib.",
         unit="GiB",
         example=200.0,
         ge=0.01,
