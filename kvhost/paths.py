@@ -90,6 +90,11 @@ class HostPaths:
         return self._p("state", "receipt.json")
 
     @property
+    def drive(self) -> str:
+        """Which drive is mounted where (drive_apply.py writes it), for launch.py."""
+        return self._p("state", "drive.json")
+
+    @property
     def run_lock(self) -> str:
         """Who is changing this host right now."""
         return self._p("state", "run.lock")

@@ -39,6 +39,8 @@ class Service:
     copies: tuple[tuple[str, str], ...] = ()
     #: commands run before it; the argument "{unclean}" becomes --unclean after an unclean stop
     before: tuple[tuple[str, ...], ...] = ()
+    #: mount point of the drive that it works on; it does not start while that is away
+    needs_mount: str | None = None
     #: it does not start again sooner than this after its end
     min_gap_s: float = 0
     stop_timeout_s: int = 30
@@ -47,7 +49,7 @@ class Service:
 
     def launch_spec(self, paths: HostPaths) -> str:
         """What launch.py reads, as JSON. Holds no secret, only the names of files that do."""
-        spec = {
+        spec: dict[str, Any] = {
             "service": self.name,
             "argv": list(self.argv),
             "env": self.env,
@@ -61,6 +63,8 @@ class Service:
             "min_gap_s": self.min_gap_s,
             "stop_timeout_s": self.stop_timeout_s,
         }
+        if self.needs_mount is not None:
+            spec["drive"] = {"mount": self.needs_mount, "record": paths.drive}
         return json.dumps(spec, indent=1, sort_keys=True) + "\n"
 
 
@@ -178,6 +182,10 @@ def shm_sweep(paths: HostPaths, *patterns: str) -> tuple[str, ...]:
     return (f"{paths.tools}/current/bin/python", f"{paths.bin}/shm_sweep.py", *patterns)
 
 
+def _drive_of(settings: Settings) -> str | None:
+    return settings.resolved_drive_mount if settings.claims_a_drive else None
+
+
 def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
     sweep = (
         f"{paths.tools}/current/bin/python",
@@ -208,6 +216,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         env=service_env(settings, paths),
         watch=(paths.current,),
         before=(stale, sweep),
+        needs_mount=_drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,
         stop_timeout_s=60,
@@ -257,6 +266,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
         ),
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
         watch=(f"{paths.bin}/pruner.py",),
+        needs_mount=_drive_of(settings),
         priority=30,
     )
 

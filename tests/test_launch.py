@@ -313,6 +313,34 @@ def test_what_never_answers_is_named(box: Box) -> None:
     assert box.record() == {}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_it_starts_on_its_own_drive_alone(box: Box, tmp_path: Path) -> None:
+    mount, known = tmp_path / "drive", tmp_path / "drive.json"
+    mount.mkdir()
+    marker = mount / ".kvhost-drive.json"
+    box.spec(drive={"mount": str(mount), "record": str(known)})
+
+    def refused_because(word: str) -> None:
+        (box.root / "run" / "svc.now").write_text("")  # no pause after the failure before
+        assert box.start().wait(15) == 75
+        assert word in box.read("svc.failed")["why"]
+
+    refused_because("is not mounted")
+    known.write_text('{"uuid": "a"}')
+    marker.write_text('{"uuid": "a"}')
+    refused_because("is not mounted")  # a directory of the root disk, whatever lies in it
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount], check=True)
+    try:
+        refused_because("another drive is mounted: None")
+        marker.write_text('{"uuid": "b"}')
+        refused_because("another drive")
+        marker.write_text('{"uuid": "a"}')
+        (box.root / "run" / "svc.now").write_text("")
+        assert box.end(box.up()) == 0
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
 def test_a_stop_while_it_waits_is_prompt_and_no_failure(box: Box) -> None:
     launcher = box.spec(wait_for=[f"127.0.0.1:{free_port()}"], wait_s=60).start()
     until(box.doing)

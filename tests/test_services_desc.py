@@ -194,6 +194,15 @@ def test_the_pruner_is_given_the_limits_in_bytes() -> None:
     assert option(argv, "--current") == "ns-" + "a" * 24
 
 
+def test_services_of_the_tier_need_its_drive() -> None:
+    assert all("drive" not in spec(service) for service in described().values())
+    on_a_drive = described(drive_serial="S1")
+    wanted = {"mount": f"{BASE}/drive", "record": f"{BASE}/state/drive.json"}
+    assert [spec(on_a_drive[name]).get("drive") for name in ("cache", "pruner", "runner")] == [
+        wanted, wanted, None,
+    ]  # fmt: skip
+
+
 def test_what_launch_reads_is_whole() -> None:
     for service in described(with_key=True).values():
         data = spec(service)

@@ -12,7 +12,8 @@ services.py) skips the pause that follows quick failures.
 SPEC: {"service", "argv", "env": {}, "secret_env": {VAR: file}, "record": file,
        "watch": [files whose change means a restart], "wait_for": ["host:port"], "wait_s",
        "before": [argv, …], "copies": [[source, copy], …] (what the service reads in place of the
-       source), "min_gap_s", "stop_timeout_s"}
+       source), "drive": {"mount", "record"} (what has to be mounted where, state/drive.json),
+       "min_gap_s", "stop_timeout_s"}
 Exit: the service's own code; 78 the spec is unusable; 75 something it needs did not come;
 1 it could not be started, or it had to be killed.
 """
@@ -261,6 +262,27 @@ class Launch:
             env[variable] = value
         return env
 
+    def check_drive(self) -> None:
+        """Raises GaveUp when the drive that the service works on is not the one that is mounted.
+
+        Without it the service would fill the root disk, or find an empty cache.
+        """
+        drive = self.spec.get("drive")
+        if not drive:
+            return
+        mount = drive["mount"]
+        try:
+            wanted = read_json(drive["record"]).get("uuid")
+            found = read_json(os.path.join(mount, ".kvhost-drive.json")).get("uuid")
+        except (OSError, ValueError) as error:
+            raise GaveUp(75, f"the drive at {mount} cannot be recognised: {error}") from error
+        if not os.path.ismount(mount):
+            raise GaveUp(
+                75, f"the drive is not mounted at {mount}: it is away, or fstab was changed"
+            )
+        if not wanted or wanted != found:
+            raise GaveUp(75, f"at {mount} another drive is mounted: {found}, wanted is {wanted}")
+
     def run_before(self, unclean: bool) -> None:
         for argv in self.spec.get("before", []):
             words = [w for w in argv if w != "{unclean}" or unclean]
@@ -302,6 +324,7 @@ class Launch:
             self.back_off()
             self.keep_gap(before)
             self.wait_for()
+            self.check_drive()
             env = self.environment()
             clean = bool(before.get("clean_stop")) if before else None
             self.run_before(unclean=clean is False)
