@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from kvhost import __version__
+from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
 from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
 from kvhost.verdict_types import EXIT_CODES, Persisted
@@ -51,6 +52,10 @@ def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
 @click.version_option(__version__)
 def main() -> None:
     """Hosts whose KV cache provably survives a restart."""
+
+
+main.add_command(matrix_command)
+main.add_command(lock_command)
 
 
 @main.command(context_settings=_pass_all)

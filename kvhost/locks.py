@@ -7,16 +7,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from kvhost.matrix import LockError, LockInfo
 from kvhost.shim import build_shim, shim_filename
+
+__all__ = ["EngineLock", "LockError", "LockInfo", "read_lock", "tools_digest"]
 
 #: Part of every environment's digest: raised when engine.py builds differently from the same lock.
 ENV_FORMAT = 1
-
-
-class LockError(Exception):
-    """A lock is missing, or does not fit what was asked for. The message says what does."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +21,8 @@ class EngineLock:
     """One resolved combination of vLLM, LMCache and torch for one machine and Python."""
 
     name: str
+    #: cpu or cuda
+    accelerator: str
     machine: str
     python: str
     text: str
@@ -43,50 +42,6 @@ class EngineLock:
         return hashlib.sha256(f"{ENV_FORMAT}\n{self.python}\n{self.text}".encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class LockInfo:
-    """What locks.yaml says of a lock."""
-
-    name: str
-    accelerator: str
-    machine: str
-    pythons: tuple[str, ...]
-    vllm: str
-    lmcache: str
-    torch: str
-    download_bytes: int
-    disk_bytes: int
-    third_party: str | None
-
-
-def lock_infos(folder: Path) -> dict[str, LockInfo]:
-    """All locks of ``folder`` by name. Raises LockError if locks.yaml is not usable."""
-    try:
-        raw = yaml.safe_load((folder / "locks.yaml").read_text())
-        return {
-            name: LockInfo(name=name, **{**entry, "pythons": tuple(entry["pythons"])})
-            for name, entry in raw.items()
-        }
-    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
-        raise LockError(f"{folder / 'locks.yaml'} is not usable: {error}") from error
-
-
-def choose_lock(infos: dict[str, LockInfo], wanted: str, machine: str) -> LockInfo:
-    """The lock named ``wanted``, or for "auto" the CPU lock of this machine.
-
-    Raises LockError that names the locks there are.
-    """
-    names = ", ".join(sorted(infos)) or "none"
-    if wanted != "auto":
-        if wanted not in infos:
-            raise LockError(f"engine_lock: there is no lock {wanted!r}; there are: {names}")
-        return infos[wanted]
-    for info in infos.values():
-        if info.machine == machine and info.accelerator == "cpu":
-            return info
-    raise LockError(f"no lock is made for {machine}; there are: {names}")
-
-
 def read_lock(
     folder: Path, info: LockInfo, python: str, engine_wheel: str | None = None
 ) -> EngineLock:
@@ -102,7 +57,8 @@ def read_lock(
         text = path.read_text()
     except OSError as error:
         raise LockError(f"{path}: {error.strerror}") from error
-    wheels = {shim_filename(info.vllm): build_shim(info.vllm)}
+    # only the third party's CPU build lacks vLLM's own metadata
+    wheels = {shim_filename(info.vllm): build_shim(info.vllm)} if info.cuda is None else {}
     third_party = info.third_party
     if engine_wheel is not None:
         url, _, digest = engine_wheel.partition("#sha256=")
@@ -111,6 +67,7 @@ def read_lock(
         wheels, third_party = {}, None
     return EngineLock(
         name=info.name,
+        accelerator=info.accelerator,
         machine=info.machine,
         python=python,
         text=text,

@@ -45,6 +45,7 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
     checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
     checks += [places, room, _accelerator, _python, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
+    found += facts.lock_refusals
     return list(dict.fromkeys(found))
 
 

@@ -28,6 +28,7 @@ class PlanInputs:
     """What the controller knows beside settings and report. Digests are hex, sizes bytes.
 
     `lock_pythons`: "3.11", … that a lock exists for. `lock_arch`: as `uname -m` says it.
+    `lock_refusals`: what stands against the lock, from plan_lock.
     `model`: None while it is not known (before a download). `engine_config`: the resolved
     configuration whose digest is `engine_config_digest`, to say what makes a namespace new; None
     while it is not known. `rendered`: sha256 by path, below bin/ and etc/ of base_dir, of what
@@ -52,6 +53,7 @@ class PlanInputs:
     rendered: Mapping[str, str] | None = None
     lock_is_stale: bool | None = None
     with_key: bool = False
+    lock_refusals: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True)

