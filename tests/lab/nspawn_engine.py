@@ -15,7 +15,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvhost.locks import choose_lock, lock_infos, read_lock, tools_digest
+from kvhost.locks import read_lock, tools_digest
+from kvhost.matrix import load_matrix
 from kvhost.paths import HostPaths
 from kvhost.services import service_env
 from kvhost.settings import Settings
@@ -39,9 +40,8 @@ def engine_binds(base_dir: str = "/var/lib/kvhost") -> dict[str, str]:
         raise LabError(f"{PYTHON} is missing: it must be the Python that the hosts have")
     paths = HostPaths(base_dir, f"{base_dir}/tier")
     locks = REPO / "locks"
-    lock = read_lock(
-        locks, choose_lock(lock_infos(locks), "auto", sh("uname", "-m").strip()), "3.11"
-    )
+    machine = sh("uname", "-m").strip()
+    lock = read_lock(locks, load_matrix(locks).fitting(machine, "cpu")[0], "3.11")
     tools = tools_digest(locks)
     name = hashlib.sha256(repr((1, base_dir, lock.digest, tools)).encode()).hexdigest()[:16]
     place = lab_dir() / f"engine-{name}"
