@@ -152,19 +152,24 @@ class Drive(_Model):
 
 
 class MountPoint(_Model):
-    """Where the drive is to be mounted. `mounts`: sources mounted there, the visible one last.
+    """Where the drive is to be mounted.
 
-    `entries`: names in it, at most 20, None while it does not exist; of a mounted filesystem they
-    are what is on it. `fstab`: lines that name it. `real_path`: with every link followed.
+    `real_path`: with every link on the way followed. `kind`: of what is there. `entries`: names in
+    it, at most 20; of a mounted filesystem they are what is on it. `mounts`: "SOURCE (FS)" of what
+    is mounted there, the visible one last; `filesystem` and `drives` (kernel names of the whole
+    drives below it) are of that one. `fstab`: what lines of /etc/fstab that are not kvhost's mount
+    there. `marker`: .kvhost-drive.json in it.
     """
 
     path: str
     real_path: str
-    is_directory: bool | None
-    entries: list[str] | None
+    kind: Literal["none", "directory", "other"]
+    entries: list[str]
     mounts: list[str]
     filesystem: str | None
+    drives: list[str]
     fstab: list[str]
+    marker: Told
 
 
 class MountPointPart(Told):
@@ -172,8 +177,12 @@ class MountPointPart(Told):
 
 
 class Drives(_Model):
-    """All drives of a host. `machine_id`: machine-id(5), None where there is none."""
+    """All drives of a host. `machine_id`: machine-id(5), None where there is none.
+
+    `journal`: what a run that formatted a drive and was cut off left (state/drive-apply.json).
+    """
 
     machine_id: str | None
     drives: list[Drive]
     mount_point: MountPointPart
+    journal: Told

@@ -180,11 +180,13 @@ def swaps() -> list[str]:
 
 
 def fstab() -> list[tuple[str, str]]:
-    """(what, where) of each line of /etc/fstab that names something."""
+    """(what, where) of each line of /etc/fstab, without kvhost's own (option x-kvhost)."""
     rows = []
     for line in (text(host("etc/fstab")) or "").splitlines():
-        words = line.split("#", 1)[0].split() if line.lstrip().startswith("#") else line.split()
-        if len(words) >= 2 and not words[0].startswith("#"):
+        words = line.split()
+        if len(words) < 2 or words[0].startswith("#"):
+            continue
+        if len(words) < 4 or "x-kvhost" not in words[3].split(","):
             rows.append((unescape(words[0]), unescape(words[1])))
     return rows
 
