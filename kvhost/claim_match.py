@@ -84,7 +84,9 @@ def _hint(s: Settings, d: Device, key: str) -> str | None:
         if fnmatchcase(model.lower(), given.lower()) or fnmatchcase(model, f"{given}*"):
             return f"drive_model = {model!r}"
         return None
-    theirs = {"drive_serial": [d.serial], "drive_wwn": [d.wwn], "drive_by_id": d.by_ids}[key]
+    theirs: list[str | None] = [d.serial if key == "drive_serial" else d.wwn]
+    if key == "drive_by_id":
+        theirs = [*d.by_ids]
     for one in (word for word in theirs if word):
         mine = given.removeprefix(BY_ID)
         their = one.removeprefix(BY_ID)

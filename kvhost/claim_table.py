@@ -1,4 +1,4 @@
-"""All drives of a host as text: what each is, what it holds, why it is not the claimed one. Pure."""
+"""All drives of a host as text: what each is, holds, and why it is not the claimed one. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def title(device: Device) -> str:
 
 
 def listed(settings: Settings | None, drives: Drives) -> str:
-    """A block of lines for each drive; the claim's criteria are compared when settings are given."""
+    """A block of lines for each drive, compared with the claim when settings are given."""
     if not drives.drives:
         return "  none: the kernel shows no drive here"
     return "\n".join(_block(settings, drive) for drive in drives.drives)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from kvhost.plan_drives import drive_actions, drive_notes
 from kvhost.plan_host import (
     alive,
     choose_python,
@@ -114,7 +115,7 @@ def _host(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Act
 
 
 def _storage(settings: Settings, report: HostReport) -> list[Action]:
-    actions = []
+    actions = drive_actions(settings, report)
     for key, path in (("base_dir", settings.base_dir), ("tier_dir", settings.resolved_tier_dir)):
         disk = report.disk(path)
         there = disk.data is not None and disk.data.exists
@@ -316,7 +317,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         if names or cache.models.status == "unreadable":
             listed = ", ".join(names[:6]) or f"unreadable: {cache.models.why}"
             notes.append(f"Hugging Face cache of {cache.user}, {cache.path}: {listed}.")
-    return notes + _costs(settings, report, facts)
+    return notes + drive_notes(settings, report) + _costs(settings, report, facts)
 
 
 def _costs(settings: Settings, report: HostReport, facts: PlanInputs) -> list[str]:

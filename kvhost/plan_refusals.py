@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvhost.plan_drives import drive_refusals
 from kvhost.plan_host import (
     SUPPORTED,
     choose_python,
@@ -43,7 +44,7 @@ FIRST_LOGIN_UID = 1000
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
     checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
-    checks += [places, room, _accelerator, _python, _model]
+    checks += [drive_refusals, places, room, _accelerator, _python, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals
     return list(dict.fromkeys(found))

@@ -17,7 +17,8 @@ LOST_AT_REBOOT = ("tmpfs", "ramfs")
 
 def places(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     base, tier = settings.base_dir, settings.resolved_tier_dir
-    for key, path in (("base_dir", base), ("tier_dir", tier)):
+    rows = [("base_dir", base), ("tier_dir", tier)]
+    for key, path in rows[: 1 if waits_for_its_drive(settings, report) else 2]:
         part = report.disk(path)
         if part.data is None:
             yield unreadable("storage", f"{key} {path}", part.why)
@@ -105,6 +106,8 @@ def room(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         (f"cache_limit_gib {limit:g} GiB", int(limit * GIB)),
         (f"free_floor_gib {settings.free_floor_gib:g} GiB", int(settings.free_floor_gib * GIB)),
     ]
+    if waits_for_its_drive(settings, report):
+        on_tier = []
     if base.mount_point == tier.mount_point:
         rows = [(tier, on_base + on_tier, used)]
     else:
@@ -135,6 +138,14 @@ def room(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
             f"{base.inodes_free} free of {base.inodes}",
             "remove small files there, or set base_dir to another filesystem",
         )
+
+
+def waits_for_its_drive(settings: Settings, report: HostReport) -> bool:
+    """Whether the tier will lie on a drive that is not mounted yet: what lies below its path now
+    is another filesystem, and says nothing. plan_drives judges the drive."""
+    tier = report.disk(settings.resolved_tier_dir).data
+    mounted = tier is not None and tier.mount_point == settings.resolved_drive_mount
+    return settings.claims_a_drive and not mounted
 
 
 def model_to_store(settings: Settings, report: HostReport, facts: PlanInputs) -> int:

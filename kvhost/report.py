@@ -11,6 +11,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from kvhost.drive_types import Drives
+
 T = TypeVar("T")
 
 
@@ -345,6 +347,8 @@ class HostReport(_Model):
     kvhost: Part[Kvhost]
     model: Part[ModelDir]
     adoptable: Part[Adoptable]
+    #: looked at only where a drive is claimed, or asked for
+    drives: Part[Drives] = Part[Drives](status="absent", why="not asked for")
 
     def disk(self, path: str) -> Part[Disk]:
         """The filesystem at a path that was asked for; unreadable when it was not asked for."""

@@ -16,6 +16,9 @@ from typing_extensions import override
 
 ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
 
+#: what looks at drives: report_drives.py and its siblings
+DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
+                 "drive_sys.py")  # fmt: skip
 _FAILED = "KVHOST-EXIT:"
 
 
@@ -80,7 +83,10 @@ class HostReportText(FactBase[str]):
     @override
     def command(self, argv: tuple[str, ...]) -> str:
         parts = ["d=$(mktemp -d) || exit 1"]
-        for name in ("report.py", "report_held.py"):
+        names = ["report.py", "report_held.py"]
+        if "--drives" in argv:
+            names += DRIVE_SCRIPTS
+        for name in names:
             text = (ONHOST / name).read_text()
             parts.append(f"cat > \"$d/{name}\" <<'KVHOST-END'\n{text}\nKVHOST-END")
         parts.append(f'python3 "$d/report.py" {shlex.join(argv)} 2>&1; rm -rf "$d"')

@@ -99,6 +99,8 @@ def gather(settings: Settings) -> HostReport:
         argv += ["--python", settings.python]
     if settings.model_source.startswith("/"):
         argv += ["--model-path", settings.model_source]
+    if settings.claims_a_drive:
+        argv += ["--drives", "--drive-mount", settings.resolved_drive_mount]
     return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
 
 

@@ -6,7 +6,8 @@ Read only: nothing is written, started or stopped. Every part is {"status", "why
 could not be found out, with the reason. A part that fails or hangs never stops the others.
 No environment variable is printed. Sizes are bytes, times seconds since the epoch by the host's
 clock. report_held.py must lie beside this file: it is run for the parts about what the host
-holds (users, packages, ports, kvhost, adoptable). Exit 0 when the object was printed.
+holds (users, packages, ports, kvhost, adoptable), and with --drives report_drives.py and what it
+imports. Exit 0 when the object was printed.
 """
 
 from __future__ import annotations
@@ -392,6 +393,26 @@ def held(args: argparse.Namespace, argv: list[str]) -> Data:
     return dict(json.loads(got.stdout))
 
 
+def drives(args: argparse.Namespace) -> Data:
+    """The part that report_drives.py reads. A drive that hangs is left behind, not waited for."""
+    if not args.drives:
+        raise Absent("not asked for")
+    argv = [sys.executable, "-Es", str(Path(__file__).with_name("report_drives.py"))]
+    argv += ["--mount", args.drive_mount] if args.drive_mount else []
+    argv += ["--state", f"{args.base_dir}/state"]
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    try:
+        out, err = running.communicate(timeout=args.timeout_s - 1)
+    except subprocess.TimeoutExpired:
+        running.kill()  # and no wait: a process that waits for a dead drive does not end
+        raise OSError("drives: one of them does not answer") from None
+    if running.returncode:
+        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise OSError(f"report_drives.py exits {running.returncode}: {last[0]}")
+    return dict(json.loads(out))
+
+
 def gather(parts: dict[str, Callable[[], Any]], timeout_s: float) -> Data:
     """All parts, each in a thread of its own: a mount that hangs costs its part, not the run."""
     late = f"did not answer within {timeout_s:g} s"
@@ -426,6 +447,7 @@ def report(args: argparse.Namespace) -> Data:
         "pythons": lambda: pythons(uid, gids, args.python),
         "gpu": gpu,
         "model": lambda: model(args.model_path, uid, gids),
+        "drives": lambda: drives(args),
     }
     names = ("base_dir", "tier_dir", "service_user", "packages", "ports", "timeout_s")
     rest = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
@@ -455,6 +477,8 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_argument("--model-path", type=absolute, help="a model directory to look into")
     cli.add_argument("--path-free", type=absolute, action="append", default=[], metavar="PATH",
                      help="one more path whose filesystem is told; may be repeated")  # fmt: skip
+    cli.add_argument("--drives", action="store_true", help="look at the drives too (as root)")
+    cli.add_argument("--drive-mount", type=absolute, metavar="PATH", help="where one is mounted")
     cli.add_argument("--timeout-s", type=float, default=30.0, help="seconds for all parts")
     print(json.dumps(report(cli.parse_args(argv)), separators=(",", ":")), flush=True)
     return 0
