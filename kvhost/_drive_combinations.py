@@ -20,7 +20,11 @@ _CLAIM = "drive_by_id = '/dev/disk/by-id/…' (kvhost drives shows the links)"
 
 def drive_problems(s: Settings) -> _Found:
     """Yield the keys that a rule looks at, and what is wrong with them together."""
-    rules = (_sizes, _places, _tier, _adopt, _several) if s.claims_a_drive else (_unclaimed,)
+    rules = (
+        (_sizes, _places, _tier, _adopt, _several, _ephemeral)
+        if s.claims_a_drive
+        else (_unclaimed,)
+    )
     for rule in rules:
         yield from rule(s)
 
@@ -95,6 +99,16 @@ def _adopt(s: Settings) -> _Found:
     ):
         if s.drive_adopt and getattr(s, key):
             yield _found(("drive_adopt", key), what, f"drive_adopt = False, or {key} left out")
+
+
+def _ephemeral(s: Settings) -> _Found:
+    for key in ("drive_by_id", "drive_serial", "drive_wwn"):
+        if s.drive_ephemeral and getattr(s, key) is not None:
+            yield _found(
+                ("drive_ephemeral", key),
+                f"an ephemeral drive is another one after a stop, and {key} names this one",
+                f"drive_model = 'Amazon EC2 NVMe Instance Storage' in the place of {key}",
+            )
 
 
 def _several(s: Settings) -> _Found:

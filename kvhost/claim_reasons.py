@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from kvhost.claim_table import title
 from kvhost.drive_types import Device, Drive, Drives
@@ -29,6 +30,10 @@ _WHAT_TO_DO = {
     "zoned": "claim a drive without zones",
     "not_a_drive": "claim a whole drive",
 }
+#: instance stores of AWS, Azure and Google; their lasting disks have other models ("Amazon Elastic
+#: Block Store", "MSFT NVMe Accelerator", "nvme_card-pd")
+EPHEMERAL_MODELS = ("Amazon EC2 NVMe Instance Storage", "Microsoft NVMe Direct Disk*",
+                    "nvme_card", "nvme_card[0-9]*")  # fmt: skip
 # A filesystem keeps something for itself; below these its own tools refuse or nothing is left.
 LEAST_BYTES = {"xfs": 320 << 20, "ext4": 64 << 20, "btrfs": 256 << 20}
 FILESYSTEM_KEEPS = 0.05
@@ -50,14 +55,16 @@ def foreign(drive: Drive, allowed: frozenset[str]) -> Iterator[Refusal]:
     device, kinds = device_of(drive), {f.kind for f in drive.findings}
     for kind in sorted(kinds - allowed, key=lambda kind: (kind != "system", kind)):
         details = "; ".join(f.detail for f in drive.findings if f.kind == kind)
-        in_use = kind in IN_USE
-        yield no(
-            "drive_in_use" if in_use else "drive_not_usable",
-            f"{title(device)} {'is in use' if in_use else 'is not fit for it'} ({kind})",
-            "a drive that nothing uses" if in_use else "a healthy drive of this machine alone",
-            details,
-            _WHAT_TO_DO.get(kind, "claim another drive"),
-        )
+        fix = _WHAT_TO_DO.get(kind, "claim another drive")
+        if kind in IN_USE:
+            what, needed = f"{title(device)} is in use ({kind})", "a drive that nothing uses"
+            yield no("drive_in_use", what, needed, details, fix)
+        else:
+            what, needed = (
+                f"{title(device)} does not do ({kind})",
+                "a healthy drive, only this host's",
+            )
+            yield no("drive_not_usable", what, needed, details, fix)
 
 
 def right_token(drives: Drives, drive: Drive) -> str | None:
@@ -72,6 +79,7 @@ def formatted(
 ) -> Iterator[Refusal]:  # fmt: skip
     yield from foreign(drive, ERASABLE)
     yield from _large_enough(settings, drive)
+    yield from _ephemeral(settings, drive)
     yield from mount_point(settings, drives)
     if drives.journal.status == "unreadable":
         yield unreadable("storage", "what a run before left on drives", drives.journal.why)
@@ -95,6 +103,18 @@ def formatted(
         "; ".join(f"{f.kind}: {f.detail}" for f in held) + (wrong if settings.drive_erase else ""),
         fix,
     )
+
+
+def _ephemeral(settings: Settings, drive: Drive) -> Iterator[Refusal]:
+    model = device_of(drive).model or "none"
+    if settings.drive_ephemeral and not any(fnmatchcase(model, one) for one in EPHEMERAL_MODELS):
+        yield no(
+            "drive_not_ephemeral",
+            f"{title(device_of(drive))} is not known to lose its contents at a stop",
+            f"a model of {', '.join(EPHEMERAL_MODELS)}",
+            f"model {model}",
+            "drive_ephemeral = False",
+        )
 
 
 def least_bytes(settings: Settings) -> int:

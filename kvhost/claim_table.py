@@ -6,6 +6,7 @@ from kvhost.claim_match import mismatches, sizes
 from kvhost.drive_types import Device, Drive, Drives
 from kvhost.settings import Settings
 
+_ORDER = {"partition_table": 1, "signature": 2, "leftover": 3}  # after what is in use
 _MOST = 6  # findings of one drive that a table shows
 
 
@@ -16,9 +17,24 @@ def title(device: Device) -> str:
 
 def listed(settings: Settings | None, drives: Drives) -> str:
     """A block of lines for each drive, compared with the claim when settings are given."""
-    if not drives.drives:
-        return "  none: the kernel shows no drive here"
-    return "\n".join(_block(settings, drive) for drive in drives.drives)
+    rows = [drive for drive in drives.drives if _is_of_interest(settings, drive)]
+    blocks = [_block(settings, drive) for drive in rows]
+    if not rows:
+        blocks = ["- none: the kernel shows no drive here"]
+    if left := len(drives.drives) - len(rows):
+        blocks.append(f"- and {left} loop devices, which are files")
+    return "\n".join(blocks)
+
+
+def _is_of_interest(settings: Settings | None, drive: Drive) -> bool:
+    """Loop devices are many where snaps are; only who asks for one sees them."""
+    loop = drive.device is not None and drive.device.transport == "loop"
+    if settings is None or not loop or drive.device is None:
+        return True
+    serial = settings.drive_serial
+    return settings.drive_transport == "loop" or (
+        serial is not None and drive.device.serial == serial
+    )
 
 
 def _block(settings: Settings | None, drive: Drive) -> str:
@@ -42,7 +58,8 @@ def drive_lines(drive: Drive) -> str:
     if drive.device and drive.device.kvhost:
         at = ", ".join(drive.device.kvhost.mounted_at) or "not mounted"
         return f"kvhost's own: {drive.device.kvhost.filesystem}, {at}"
-    found = [f"{f.kind}: {f.detail}" for f in drive.findings[:_MOST]]
+    ranked = sorted(drive.findings, key=lambda f: _ORDER.get(f.kind, 0))
+    found = [f"{f.kind}: {f.detail}" for f in ranked[:_MOST]]
     if len(drive.findings) > _MOST:
         found.append(f"and {len(drive.findings) - _MOST} more")
     if drive.status != "ok":

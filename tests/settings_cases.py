@@ -398,7 +398,7 @@ COMBINATIONS: list[Combination] = [
         "lies where the drive is mounted",
     ),
     *[
-        ({"drive_serial": "S1x", "drive_adopt": True, key: value}, f"drive_adopt, {key}", said)
+        ({"drive_model": "D*", "drive_adopt": True, key: value}, f"drive_adopt, {key}", said)
         for key, value, said in (
             ("drive_encrypt", True, "not encrypted"),
             ("drive_erase", f"erase-{'0' * 32}", "not erased"),
@@ -411,6 +411,11 @@ COMBINATIONS: list[Combination] = [
         "makes no RAID of it",
     ),
     ({"drive_serial": "S1x", "drive_count": 2}, "drive_count, drive_serial", "names one drive"),
+    (
+        {"drive_wwn": "eui.0025385b71b00001", "drive_ephemeral": True},
+        "drive_ephemeral, drive_wwn",
+        "is another one after a stop",
+    ),
     (
         {"drive_serial": "S1x", "drive_erase": f"erase-{'0' * 32},erase-{'1' * 32}"},
         "drive_erase, drive_count",
