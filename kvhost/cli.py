@@ -87,6 +87,17 @@ def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     sys.exit(pyinfra(inventory, "deploys/plan.py", ("-y", *pyinfra_args)))
 
 
+@main.command(context_settings=_pass_all)
+@_inventory
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> drives.")
+@_passed_on
+def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
+    """All drives of all hosts, and what kvhost thinks of each. Changes nothing."""
+    if as_json:
+        os.environ["KVHOST_DRIVES_JSON"] = "1"
+    sys.exit(pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
 def status(as_json: bool) -> None:

@@ -55,7 +55,7 @@ def _actions(actions: tuple[Action, ...]) -> Table:
     for action in actions:
         what = _text(action.what)
         if action.cost:
-            what.append(f"\n{_plain(action.cost)}", "italic")
+            what.append(f"\n{plain(action.cost)}", "italic")
         first = action.stage if action.stage != stage else ""
         table.add_row(_text(first), _text(action.state, STYLES[action.state]), what)
         stage = action.stage
@@ -77,9 +77,9 @@ def _row(name: str, text: str, style: str) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text(_plain(text), style)
+    return Text(plain(text), style)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Names of processes and files come from the host: no control character reaches a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from kvhost.drive_types import Drives
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 
 class ReportError(ValueError):
@@ -365,18 +366,27 @@ def parse_report(text: str) -> HostReport:
 
     Raises ReportError; where something else than a report came, it quotes the first line of it.
     """
+    return _parsed(text, HostReport, "report", "kvhost_report")
+
+
+def parse_drives(text: str) -> Drives:
+    """The drives in what onhost/report_drives.py printed. Raises ReportError as parse_report."""
+    return _parsed(text, Drives, "report of drives", "drives")
+
+
+def _parsed(text: str, kind: type[M], name: str, key: str) -> M:
     lines = text.strip().splitlines()
     if not lines:
-        raise ReportError("the host printed nothing where its report was expected")
+        raise ReportError(f"the host printed nothing where its {name} was expected")
     first = f"the first line that came is: {lines[0][:200]!r}"
     try:
         data = json.loads(text)
     except ValueError as why:
-        raise ReportError(f"what the host printed is not a report ({why}); {first}") from None
-    if not isinstance(data, dict) or "kvhost_report" not in data:
-        raise ReportError(f"what the host printed is JSON but not a report; {first}")
+        raise ReportError(f"what the host printed is not a {name} ({why}); {first}") from None
+    if not isinstance(data, dict) or key not in data:
+        raise ReportError(f"what the host printed is JSON but not a {name}; {first}")
     try:
-        return HostReport.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         wrong = [".".join(map(str, e["loc"])) + f": {e['msg']}" for e in error.errors()[:5]]
-        raise ReportError("the host's report is not as expected: " + "; ".join(wrong)) from None
+        raise ReportError(f"the host's {name} is not as expected: " + "; ".join(wrong)) from None

@@ -82,17 +82,33 @@ class HostReportText(FactBase[str]):
 
     @override
     def command(self, argv: tuple[str, ...]) -> str:
-        parts = ["d=$(mktemp -d) || exit 1"]
-        names = ["report.py", "report_held.py"]
-        if "--drives" in argv:
-            names += DRIVE_SCRIPTS
-        for name in names:
-            text = (ONHOST / name).read_text()
-            parts.append(f"cat > \"$d/{name}\" <<'KVHOST-END'\n{text}\nKVHOST-END")
-        parts.append(f'python3 "$d/report.py" {shlex.join(argv)} 2>&1; rm -rf "$d"')
-        return "\n".join(parts)
+        more = DRIVE_SCRIPTS if "--drives" in argv else ()
+        return _sent(("report.py", "report_held.py", *more), argv)
 
     @staticmethod
     @override
     def default() -> str:
         return ""
+
+
+class DrivesText(FactBase[str]):
+    """What onhost/report_drives.py prints, in one round trip."""
+
+    @override
+    def command(self, argv: tuple[str, ...]) -> str:
+        return _sent(DRIVE_SCRIPTS, argv)
+
+    @staticmethod
+    @override
+    def default() -> str:
+        return ""
+
+
+def _sent(names: tuple[str, ...], argv: tuple[str, ...]) -> str:
+    """A command that brings scripts along, runs the first of them, and leaves nothing behind."""
+    parts = ["d=$(mktemp -d) || exit 1"]
+    for name in names:
+        text = (ONHOST / name).read_text()
+        parts.append(f"cat > \"$d/{name}\" <<'KVHOST-END'\n{text}\nKVHOST-END")
+    parts.append(f'python3 "$d/{names[0]}" {shlex.join(argv)} 2>&1; rm -rf "$d"')
+    return "\n".join(parts)

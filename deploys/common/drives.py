@@ -1,0 +1,36 @@
+"""All drives of all hosts, looked at and shown; nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from pyinfra import context, host
+from rich.console import Console
+
+from deploys.common.facts import DrivesText
+from deploys.common.prepare import all_settings
+from kvhost.drive_types import Drives
+from kvhost.drives_view import drives_to_json, render_drives
+from kvhost.report import ReportError, parse_drives
+from kvhost.settings import Settings
+
+_seen: dict[str, tuple[Settings, Drives | str]] = {}
+
+
+def look_at_drives() -> None:
+    """One host's drives; with the last host, those of all are printed."""
+    settings = all_settings()[host.name]
+    argv = ("--mount", settings.resolved_drive_mount, "--state", settings.paths.state)
+    try:
+        _seen[host.name] = (settings, parse_drives(host.get_fact(DrivesText, argv=argv)))
+    except ReportError as why:
+        _seen[host.name] = (settings, str(why))
+    if len(_seen) < len(context.state.inventory.get_active_hosts()):
+        return
+    if os.environ.get("KVHOST_DRIVES_JSON"):
+        sys.stdout.write(json.dumps(drives_to_json(_seen)) + "\n")
+    else:
+        # stderr: stdout is pyinfra's --json
+        Console(stderr=True).print(render_drives(_seen))
