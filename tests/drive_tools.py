@@ -82,6 +82,22 @@ class Host:
         told = json.loads(done.stdout) if done.stdout.strip() else {}
         return {**told, "exit": done.returncode, "said": done.stderr}
 
+    def script(
+        self, name: str, *words: str, order: dict[str, Any] | None = None, stop: str | None = None
+    ) -> dict[str, Any]:
+        """The answer of drive_release.py or drive_grow.py, as apply()."""
+        env = {**os.environ, **({"KVHOST_TEST_DRIVE_STOP": stop} if stop else {})}
+        argv = [sys.executable, str(ONHOST / name), *words, "--state", str(self.state)]
+        if name == "drive_release.py":
+            argv += ["--fstab", str(self.fstab)]
+        if order is not None:
+            path = self.state / "order.json"
+            path.write_text(json.dumps(order))
+            argv += ["--order", str(path)]
+        done = subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
+        told = json.loads(done.stdout) if done.stdout.strip() else {}
+        return {**told, "exit": done.returncode, "said": done.stderr}
+
     def check(self, order: dict[str, Any]) -> list[str]:
         """What is not as the order wants it."""
         argv = self.argv(order, "check")

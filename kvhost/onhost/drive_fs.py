@@ -46,8 +46,8 @@ def make(path: str, filesystem: str, uuid: str, keep: tuple[int, ...]) -> None:
         raise Refused("not_empty", f"{path} holds something: {describe(there)}")
     argv = {
         "xfs": ("mkfs.xfs", "-q", "-L", LABEL, "-m", f"uuid={uuid}"),
-        # files of 1-8 MiB: one inode a MiB; nothing is kept back for root
-        "ext4": ("mkfs.ext4", "-q", "-L", LABEL, "-U", uuid, "-m", "0", "-T", "largefile"),
+        # the files of the cache are large: an inode for each 64 KiB; nothing is kept back for root
+        "ext4": ("mkfs.ext4", "-q", "-L", LABEL, "-U", uuid, "-m", "0", "-i", "65536"),
         "btrfs": ("mkfs.btrfs", "-q", "-L", LABEL, "-U", uuid),
     }[filesystem]
     tool(*argv, path, keep=keep)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def read(path: str) -> str:
 
 def faults(path: str) -> tuple[int, int]:
     """(parse errors, errors) that findmnt finds. Raises RuntimeError without its summary."""
-    text = tool("findmnt", "--verify", "--tab-file", path, accept=(0, 1))
+    words = shlex.quote(path)  # its summary goes to stderr
+    text = tool("sh", "-c", f"findmnt --verify --tab-file {words} 2>&1", accept=(0, 1))
     if found := re.search(r"(\d+) parse errors?, (\d+) errors?", text):
         return int(found[1]), int(found[2])
     if "Success" in text:

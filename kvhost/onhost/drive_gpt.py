@@ -14,6 +14,7 @@ import struct
 import sys
 import uuid
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 LINUX_FILESYSTEM = uuid.UUID("0FC63DAF-8483-4772-8E79-3D69D8477DE4")
@@ -79,12 +80,29 @@ def table(size: int, sector: int, disk: str, partition: str) -> dict[int, bytes]
     }
 
 
-def disk_guid(first_bytes: bytes, sector: int) -> str | None:
-    """The GUID in the primary header, None without one; for people and `grow`."""
-    header = first_bytes[sector : sector + 92]
-    if header[:8] != b"EFI PART":
+def parse(read: Callable[[int, int], bytes], header_at: int, sector: int) -> tuple[str, str] | None:
+    """(disk GUID, partition UUID) of a whole table of ours; None for anything else.
+
+    `read(offset, length)` reads the disk, `header_at` is where a header should be. The partition
+    may have another length than this disk would get today.
+    """
+    header = read(header_at, 92)
+    if len(header) < 92 or header[:8] != b"EFI PART":
         return None
-    return str(uuid.UUID(bytes_le=header[56:72]))
+    fields = struct.unpack("<8s4sIIIQQQQ16sQIII", header)
+    entries_at, count, width, crc = fields[10:14]
+    if (count, width) != (ENTRIES, ENTRY_BYTES) or fields[5] != header_at // sector:
+        return None
+    if zlib.crc32(header[:16] + bytes(4) + header[20:92]) != fields[3]:
+        return None
+    entries = read(entries_at * sector, ENTRIES * ENTRY_BYTES)
+    if zlib.crc32(entries) != crc or any(entries[ENTRY_BYTES:]):
+        return None
+    kind, part, first, _, _, name = struct.unpack("<16s16sQQQ72s", entries[:ENTRY_BYTES])
+    words = name.decode("utf-16-le", "replace").rstrip("\0")
+    if uuid.UUID(bytes_le=kind) != LINUX_FILESYSTEM or words != NAME or first * sector != ALIGN:
+        return None
+    return str(uuid.UUID(bytes_le=fields[9])), str(uuid.UUID(bytes_le=part))
 
 
 def main() -> int:

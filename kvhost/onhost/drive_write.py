@@ -194,9 +194,15 @@ class Writer:
 
     def erase(self, journal: Data) -> None:
         """Takes away the signatures that the token names, and what lies where the table goes."""
-        disk = self.disk
         step("erase")
-        say(f"{disk.path}: erasing, as drive_erase allows")
+        say(f"{self.disk.path}: erasing, as drive_erase allows")
+        self.take_off()
+        step("cleared")
+        self.set_stage(journal, "table")
+
+    def take_off(self) -> None:
+        """All signatures that wipefs knows, partitions, and 1 MiB of zeros at both ends."""
+        disk = self.disk
         disk.let_others_in()
         for number in sorted(disk.partitions(), reverse=True):
             tool("wipefs", "--quiet", "--all", disk.partition_path(number), keep=(disk.fd,))
@@ -210,8 +216,6 @@ class Writer:
         left = self.signatures()
         if left:
             raise RuntimeError(f"{disk.path}: these signatures came up again: {left}")
-        step("cleared")
-        self.set_stage(journal, "table")
 
     def write_table(self, journal: Data) -> None:
         fd = self.disk.keep_others_out(writing=True)

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Gives a drive back: drive_release.py release --state DIR, or wipe --order FILE. As root.
+
+release  unmounts what state/drive.json names, takes its line out of fstab, makes the mount point an
+         ordinary directory again or removes it. The data stay on the drive. Works without the drive
+         too (broken, pulled). Says which token would allow a wipe.
+wipe     takes the partition table and all signatures off an unmounted kvhost drive. Only with the
+         order's token, which is bound to drive, machine and what lies on it. This is no erasure:
+         the data can still be read with effort. Only of an encrypted drive (LUKS2) the key slots
+         are destroyed, and with them the data.
+
+Services that use the drive have to be stopped before. JSON on stdout. Exit: 0 done, 3 refused,
+1 failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True
+if TYPE_CHECKING or __package__:
+    from kvhost.onhost import (
+        drive_apply,
+        drive_fs,
+        drive_fstab,
+        drive_journal,
+        drive_mount,
+        drive_probe,
+        drive_sys,
+        drive_write,
+    )
+    from kvhost.onhost.drive_disk import Disk, Refused, say, step, tool
+else:
+    import drive_apply
+    import drive_fs
+    import drive_fstab
+    import drive_journal
+    import drive_mount
+    import drive_probe
+    import drive_sys
+    import drive_write
+    from drive_disk import Disk, Refused, say, step, tool
+
+Data = dict[str, Any]
+
+
+def release(state: str, fstab: str) -> Data:
+    """Each step is done if it is still to do, so that a run that was cut off is completed."""
+    record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
+    if record is None:
+        return {"status": "done", "changed": [], "why": "no drive of kvhost's is in use here"}
+    target, changed = record["mount"], []
+    disks: set[str] = set()
+    now = drive_mount.mounted_at(target)
+    if now is not None:
+        marker = drive_fs.read_marker(target)
+        if marker is None or marker["uuid"].lower() != record["uuid"].lower():
+            why = f"what is mounted at {target} is not the drive that kvhost mounted there"
+            raise Refused("not_ours", why)
+        disks = drive_mount.disks_below(now.numbers)
+        step("unmount")
+        try:
+            tool("umount", target)
+        except RuntimeError as error:
+            why = f"{target} is in use: stop what uses it first ({error}; fuser -vm {target})"
+            raise Refused("drive_busy", why) from error
+        changed.append(f"{target} unmounted")
+    step("fstab-line")
+    text = drive_fstab.read(fstab)
+    if drive_fstab.install(fstab, drive_fstab.without_ours(text)):
+        changed.append(f"{fstab}: kvhost's line taken out")
+        if drive_mount.has_systemd():
+            tool("systemctl", "daemon-reload")
+    step("mount-point")
+    if os.path.isdir(target):
+        drive_mount.open_mount_point(target)
+        with contextlib.suppress(OSError):  # it holds something: it stays
+            os.rmdir(target)
+        changed.append(f"{target} is no mount point any more")
+    step("forget")
+    os.unlink(os.path.join(state, drive_apply.DRIVE_FILE))
+    drive_journal.sync_directory(state)
+    answer: Data = {"status": "done", "changed": changed, "tokens": {}}
+    for numbers in sorted(disks):
+        name = os.path.basename(os.path.realpath(f"/sys/dev/block/{numbers}"))
+        token = wipe_token(drive_probe.probe(f"/dev/{name}"))
+        answer["tokens"][f"/dev/{name}"] = token
+        say(f"/dev/{name} is released; its data are still on it. To have it wiped, once more with "
+            f"drive_erase = '{token}' in the data of this host")  # fmt: skip
+    return answer
+
+
+def wipe_token(found: Data) -> str | None:
+    """The token for all that lies on a drive now; None where none can be bound."""
+    machine_id = drive_sys.machine_id()
+    if found["status"] != "ok" or not machine_id:
+        return None
+    return drive_probe.token(found["device"], machine_id, found["findings"])
+
+
+def wipe(order: Data, state: str) -> Data:
+    """Raises Refused unless the drive is kvhost's own, not in use, and the token is right."""
+    drive = order["drive"]
+    with Disk(drive["path"], drive["maj_min"], drive.get("diskseq")) as disk:
+        disk.lock()
+        found = drive_apply.probed(disk, order)
+        if found["device"]["kvhost"] is None:
+            raise Refused("not_ours", f"{disk.path} is no drive that kvhost formatted")
+        never = [f for f in found["findings"] if f["kind"] not in drive_probe.ERASABLE]
+        if never:
+            words = "; ".join(f"{f['kind']}: {f['detail']}" for f in never)
+            raise Refused("drive_in_use", f"{disk.path} is not wiped: {words}")
+        token = wipe_token(found)
+        if token is None or order.get("token") != token:
+            why = f"{disk.path} is wiped only with drive_erase = '{token}' in this host's own data"
+            raise Refused("no_token", why, token=token, findings=found["findings"])
+        disk.keep_others_out()
+        step("wipe")
+        part = disk.partition_path(1)
+        encrypted = found["device"]["kvhost"]["encrypted"]
+        if encrypted:
+            disk.let_others_in()
+            tool("cryptsetup", "luksErase", "--batch-mode", part)
+        drive_write.Writer(disk, order, found, state).take_off()
+    return {"status": "done", "changed": [f"{drive['path']} wiped"], "erased": bool(encrypted)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("release", "wipe"))
+    parser.add_argument("--state", required=True, help="state/ of base_dir")
+    parser.add_argument("--order", help="for wipe: the order with drive and token")
+    parser.add_argument("--fstab", default="/etc/fstab")
+    args = parser.parse_args()
+    if args.what == "wipe" and not args.order:
+        parser.error("wipe needs --order")
+    answer: Data
+    try:
+        if os.geteuid() != 0:
+            raise ValueError("this needs root")
+        if args.what == "release":
+            answer, code = release(args.state, args.fstab), 0
+        else:
+            answer, code = wipe(drive_apply.read_order(args.order), args.state), 0
+    except Refused as error:
+        answer, code = {"status": "refused", "code": error.code, "why": error.why, **error.more}, 3
+    except (OSError, RuntimeError, ValueError) as error:
+        answer, code = {"status": "failed", "why": str(error)}, 1
+    if code:
+        say(f"{answer['status']}: {answer['why']}")
+    print(json.dumps(answer))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
