@@ -2,6 +2,7 @@
 
 from deploys import cache, engine, model, runner, verify
 from deploys import host as host_stage
+from deploys.common.back import finish_way_back
 from deploys.common.prepare import prepare
 from deploys.common.refused import refused
 from deploys.common.runlock import take_lock
@@ -13,9 +14,12 @@ if run is None:
     refused(name="refused: see the plan above")
 else:
     take_lock(name="host: one run at a time", run=run)
+    finish_way_back(name="host: a way back that was broken off", run=run)
     host_stage.deploy(run)
     engine.deploy(run)
     model.deploy(run)
+    cache.check(run)
+    engine.switch(run)
     cache.deploy(run)
     runner.deploy(run)
     verify.deploy(run)

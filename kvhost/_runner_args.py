@@ -18,6 +18,7 @@ _LORA = (
 )
 _TLS = "kvhost's own checks speak plain HTTP to the runner; put a proxy with TLS before it"
 _LISTEN = "it moves the API away from api_host and api_port"
+_PROMPTS = "it writes prompts or answers into the log, which kvhost keeps free of them"
 _SECOND = "a second way of storing KV beside the cache would hide what the cache does"
 
 DENIED: dict[str, str] = {
@@ -27,6 +28,8 @@ DENIED: dict[str, str] = {
     "or HF_TOKEN in the controller's environment",
     "--trust-remote-code": "it runs code that came with the model; kvhost keeps it off always",
     "--swap-space": "vLLM has no such flag since 0.22 and would not start",
+    "--enable-log-requests": _PROMPTS,
+    "--enable-log-outputs": _PROMPTS,
     "--config": "it reads flags from a file, past this check; list the flags here",
     "--help": "vLLM would print its help and stop",
     "--model": _SET.format("model_source"),

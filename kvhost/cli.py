@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from kvhost import __version__
+from kvhost import __version__, cli_care
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
 from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
@@ -132,6 +132,51 @@ def latest_reports() -> list[Report]:
     return reports
 
 
+@main.command(context_settings=_pass_all)
+@_inventory
+@click.option("--namespace", help="All of this one: ns-…, as the table shows it.")
+@click.option("--model", help="Its path or name, as the table shows it.")
+@click.option("--tenant", help="cache_salt of its requests; - asks for it, so that no one sees it.")
+@click.option("--no-tenant", is_flag=True, help="Requests that came without a cache_salt.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_passed_on
+def purge(
+    inventory: str,
+    namespace: str | None,
+    model: str | None,
+    tenant: str | None,
+    no_tenant: bool,
+    yes: bool,
+    pyinfra_args: tuple[str, ...],
+) -> None:
+    """Remove the KV of a namespace, a model or a tenant; without any, show what lies there."""
+    what = cli_care.purge_question(namespace, model, tenant, no_tenant)
+    sys.exit(cli_care.purge(pyinfra, inventory, pyinfra_args, what, yes=yes))
+
+
+@main.command(context_settings=_pass_all)
+@_inventory
+@click.option("--service", "services", multiple=True, help="cache, runner, pruner, supervisord.")
+@click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
+@click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)
+@click.option("--level", default="INFO", show_default=True, help="The lowest that is shown.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> service.")
+@_passed_on
+def logs(
+    inventory: str,
+    services: tuple[str, ...],
+    since: str | None,
+    lines: int,
+    level: str,
+    as_json: bool,
+    pyinfra_args: tuple[str, ...],
+) -> None:
+    """The services' logs, the last error first: kvhost logs [HOST…] [--service runner]."""
+    asked = {"services": services, "lines": lines, "level": level.upper()}
+    asked |= {"since": since} if since else {}
+    sys.exit(cli_care.logs(pyinfra, inventory, pyinfra_args, asked, as_json=as_json))
+
+
 def _worst(verdicts: list[Persisted]) -> int:
     """Exit code of several verdicts: a FAIL outweighs an INCONCLUSIVE; none at all is 2."""
     codes = [EXIT_CODES[persisted] for persisted in verdicts]
@@ -152,6 +197,13 @@ def _run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     for entry in (entry for entry in entries if "persisted" in entry):
         verdicts[entry["host"]] = entry["persisted"]
         click.echo(f"{printable(entry['host'])}: persisted {entry['persisted']} ({entry['time']})")
+    back = [entry for entry in entries if "rolled_back" in entry]
+    for entry in back:
+        click.echo(
+            f"{printable(entry['host'])}: WENT BACK to what passed last: {entry['rolled_back']}"
+        )
+    if back:
+        return 1
     if not verdicts:
         untested = not code and bool(entries)
         click.echo(

@@ -24,10 +24,15 @@ def digest_of(data: object) -> str:
 
 
 def input_digest(
-    vllm_config: str, extra_args: Sequence[str], model_digest: str, env_digest: str
+    vllm_config: str,
+    extra_args: Sequence[str],
+    model_digest: str,
+    env_digest: str,
+    *,
+    cache_args: Sequence[str],
 ) -> str:
-    """Names a resolved configuration: the same inputs are resolved only once on a host."""
-    return digest_of([vllm_config, list(extra_args), model_digest, env_digest])
+    """Names a resolved configuration: the same inputs are checked and resolved once on a host."""
+    return digest_of([vllm_config, list(extra_args), model_digest, env_digest, list(cache_args)])
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from kvhost.plan_types import (
     State,
     size,
 )
+from kvhost.plan_upgrade import upgrade, upgrade_notes
 from kvhost.report import HostReport, Kvhost, Namespace, Part
 from kvhost.settings import Settings
 
@@ -64,6 +65,7 @@ def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan
     actions += _services(settings, report, facts, renewed)
     actions.append(_receipt(report, facts))
     actions.append(_verify(settings, report, actions))
+    actions += upgrade(settings, report, facts)
     return Plan(
         tuple(actions),
         tuple(find_refusals(settings, report, facts)),
@@ -317,6 +319,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         if names or cache.models.status == "unreadable":
             listed = ", ".join(names[:6]) or f"unreadable: {cache.models.why}"
             notes.append(f"Hugging Face cache of {cache.user}, {cache.path}: {listed}.")
+    notes += upgrade_notes(settings, report, facts)
     return notes + drive_notes(settings, report) + _costs(settings, report, facts)
 
 

@@ -24,6 +24,7 @@ from kvhost.plan_host import (
 )
 from kvhost.plan_storage import places, room
 from kvhost.plan_types import GIB, PlanInputs, Refusal, size, unreadable
+from kvhost.plan_upgrade import failed_before
 from kvhost.report import HostReport, Os
 from kvhost.settings import Settings
 
@@ -44,7 +45,7 @@ FIRST_LOGIN_UID = 1000
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
     checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
-    checks += [drive_refusals, places, room, _accelerator, _python, _model]
+    checks += [drive_refusals, places, room, _accelerator, _python, failed_before, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals
     return list(dict.fromkeys(found))

@@ -23,8 +23,10 @@ def make_receipt(
     model_digest: str,
     namespace: Namespace,
     files: Mapping[str, str],
+    scripts: Mapping[str, str],
 ) -> str:
-    """JSON text. ``files``: path -> content of what was rendered; only its digest is kept."""
+    """JSON text. ``files``: path -> content of what was rendered, ``scripts``: of kvhost's own
+    programs on the host; only their digests are kept."""
     receipt = {
         "schema": SCHEMA,
         "kvhost": __version__,
@@ -45,6 +47,7 @@ def make_receipt(
         },
         "namespace": {"digest": namespace.digest, "fields": namespace.fields},
         "files": {path: _sha256(text.encode()) for path, text in sorted(files.items())},
+        "scripts": {path: _sha256(text.encode()) for path, text in sorted(scripts.items())},
     }
     return json.dumps(receipt, indent=1, sort_keys=True) + "\n"
 

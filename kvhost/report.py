@@ -287,10 +287,18 @@ class HostFile(_Model):
     sha256: str | None
 
 
+NOT_TOLD: Part[Any] = Part[Any](status="absent", why="the report does not tell of it")
+
+
 class Kvhost(_Model):
+    """`good`, `previous`: manifests of what last passed; `failed`: what was gone back from."""
+
     base: Part[Base]
     receipt: Part[Any]
     verified: Part[Any]
+    good: Part[Any] = NOT_TOLD
+    previous: Part[Any] = NOT_TOLD
+    failed: Part[Any] = NOT_TOLD
     current: Part[Current]
     envs: Part[list[Built]]
     tools: Part[list[Built]]

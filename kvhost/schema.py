@@ -333,6 +333,28 @@ class Settings(DriveSettings):
         example=True,
         reaches_host=False,
     )
+    retry_failed: bool = setting(
+        _RUN,
+        False,
+        "Whether a lock that failed with these very settings, and was gone back from, is tried "
+        "again.",
+        example=True,
+        reaches_host=False,
+    )
+    remove_cache: bool = setting(
+        _RUN,
+        False,
+        "Whether remove.py takes the KV cache away too.",
+        example=True,
+        reaches_host=False,
+    )
+    remove_models: bool = setting(
+        _RUN,
+        False,
+        "Whether remove.py takes away the models below base_dir too.",
+        example=True,
+        reaches_host=False,
+    )
     break_lock: _Line | None = setting(
         _RUN,
         None,

@@ -65,6 +65,9 @@ DEFAULTS: dict[str, object] = {
     "verify_prompt_tokens": 8200,
     "verify_min_hit": 0.95,
     "disrupt": False,
+    "retry_failed": False,
+    "remove_cache": False,
+    "remove_models": False,
     "break_lock": None,
     "drive_by_id": None,
     "drive_serial": None,
@@ -130,6 +133,7 @@ ACCEPTED: list[tuple[str, object]] = [
     ("drive_min_size", "500 GB"),
     ("drive_max_size", "0.5PiB"),
     ("drive_transport", "loop"),
+    ("retry_failed", True),
 ]
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import claim, claim_reasons, plan_lock, plan_refusals, plan_storage, plan_types
+from kvhost import (
+    claim,
+    claim_reasons,
+    plan_lock,
+    plan_refusals,
+    plan_storage,
+    plan_types,
+    plan_upgrade,
+)
 from kvhost.onhost import abi_check, engine_pip
 from kvhost.packages import needed_packages
 from kvhost.paths import HostPaths
@@ -68,7 +76,7 @@ def test_every_cause_has_its_place_in_troubleshooting(slug: str) -> None:
 
 
 def refusal_codes() -> Iterator[str]:
-    for module in (plan_refusals, plan_storage, plan_lock, claim, claim_reasons):
+    for module in (plan_refusals, plan_storage, plan_lock, claim, claim_reasons, plan_upgrade):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
                 place = {"Refusal": 1, "no": 0}.get(call.func.id)

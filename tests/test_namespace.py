@@ -136,14 +136,15 @@ def test_a_digest_of_data_is_of_its_meaning_not_of_its_order() -> None:
 
 
 def test_the_same_inputs_are_resolved_once() -> None:
-    first = namespace.input_digest("config", ["--a"], "model", "env")
-    assert namespace.input_digest("config", ["--a"], "model", "env") == first
+    first = namespace.input_digest("config", ["--a"], "model", "env", cache_args=["-c"])
+    assert namespace.input_digest("config", ["--a"], "model", "env", cache_args=["-c"]) == first
     others = {
-        namespace.input_digest("config2", ["--a"], "model", "env"),
-        namespace.input_digest("config", ["--b"], "model", "env"),
-        namespace.input_digest("config", ["--a"], "model2", "env"),
-        namespace.input_digest("config", ["--a"], "model", "env2"),
-        namespace.input_digest("config--a", [], "model", "env"),
+        namespace.input_digest("config2", ["--a"], "model", "env", cache_args=["-c"]),
+        namespace.input_digest("config", ["--b"], "model", "env", cache_args=["-c"]),
+        namespace.input_digest("config", ["--a"], "model2", "env", cache_args=["-c"]),
+        namespace.input_digest("config", ["--a"], "model", "env2", cache_args=["-c"]),
+        namespace.input_digest("config--a", [], "model", "env", cache_args=["-c"]),
+        namespace.input_digest("config", ["--a"], "model", "env", cache_args=["-d"]),
     }
-    assert len(others) == 5
+    assert len(others) == 6
     assert first not in others

@@ -215,6 +215,9 @@ def test_the_digest_is_stable() -> None:
 
 STAYS_ON_THE_CONTROLLER = {
     *("engine_lock", "hf_token_file", "api_key_file", "break_lock", "disrupt"),
+    "retry_failed",
+    "remove_cache",
+    "remove_models",
     *("verify", "verify_prompt_tokens", "verify_min_hit"),
     *("drive_adopt", "drive_blank_check", "drive_erase"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from io import StringIO
 
@@ -18,13 +19,15 @@ from deploys.common.operations import (
     unknown_yet,
 )
 from deploys.common.own import own_files
-from deploys.common.rendered import look, not_resolved, vllm_yaml
+from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
 from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
 
 
 @operation()
 def resolve(run: Run) -> Commands:
-    """Has the installed engine say what the configuration means, once for the same inputs.
+    """Has the staged engine say what the configuration means, once for the same inputs.
+
+    It is not in use yet: what it refuses is refused before anything in use is touched.
 
     + run: the run of this host
     """
@@ -43,8 +46,8 @@ def resolve(run: Run) -> Commands:
         run.user,
         service_env(run.settings, run.paths),
         (
-            f"{run.paths.current}/bin/python", run.script("resolve"),
-            "--config", config, "--out", "-",
+            f"{run.env_dir}/bin/python", run.script("resolve"),
+            "--config", config, "--out", "-", "--cache-args", json.dumps(cache_arguments(run)),
             "--", *run.settings.runner_extra_args,
         ),
     )  # fmt: skip
@@ -52,7 +55,8 @@ def resolve(run: Run) -> Commands:
     log = f"{run.paths.state}/resolve.log"
     # the answer comes through the pipe: root reads no file that the service's user could replace
     yield shown(
-        f"{shlex.join(ask)} 2> {log} > {draft} || {{ tail -n 15 {log}; exit 1; }}; "
+        f"{shlex.join(ask)} 2> {log} > {draft} || "
+        f"{{ tail -n 15 {log}; rm -f {config} {draft}; exit 1; }}; "
         f"python3 -m json.tool {draft} > /dev/null && mv {draft} {late.resolved_path}"
     )
 

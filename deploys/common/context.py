@@ -16,22 +16,15 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Run:
-    """The settings, the report and the plan of one host, and what follows from them."""
+class Visit:
+    """One host that something is asked of, or taken from: its settings and its report."""
 
     host: str
     run_id: str
     settings: Settings
     report: HostReport
-    plan: Plan
-    lock: EngineLock
-    tools_digest: str
-    #: Python on the host that the environments are made of
-    python: str
-    api_key: Secret | None
-    #: whether the API asks for a key: of a run that only verifies, the one that is on the host
+    #: whether the API asks for a key: of a run that installs nothing, the one that is on the host
     with_key: bool
-    hf_token: Secret | None
 
     @property
     def paths(self) -> HostPaths:
@@ -40,6 +33,23 @@ class Run:
     @property
     def user(self) -> str:
         return self.settings.service_user
+
+    def script(self, name: str) -> str:
+        """Path on the host of one of kvhost/onhost's scripts."""
+        return f"{self.paths.bin}/{name}.py"
+
+
+@dataclass(frozen=True)
+class Run(Visit):
+    """The plan of one host that is provisioned or tested, and what follows from it."""
+
+    plan: Plan
+    lock: EngineLock
+    tools_digest: str
+    #: Python on the host that the environments are made of
+    python: str
+    api_key: Secret | None
+    hf_token: Secret | None
 
     @property
     def env_dir(self) -> str:
@@ -53,7 +63,3 @@ class Run:
     @property
     def tools_python(self) -> str:
         return f"{self.paths.tools}/current/bin/python"
-
-    def script(self, name: str) -> str:
-        """Path on the host of one of kvhost/onhost's scripts."""
-        return f"{self.paths.bin}/{name}.py"

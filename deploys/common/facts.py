@@ -19,6 +19,14 @@ ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
 #: what looks at drives: report_drives.py and its siblings
 DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
                  "drive_sys.py")  # fmt: skip
+GUARD = ONHOST / "kvhost_guard.py"
+
+
+def scripts() -> list[Path]:
+    """The scripts that lie in bin/ on the host."""
+    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path != GUARD)
+
+
 _FAILED = "KVHOST-EXIT:"
 
 

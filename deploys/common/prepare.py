@@ -8,16 +8,15 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from pyinfra import context, host
+from pyinfra import context, host, logger
 from pyinfra.api.arguments import all_global_arguments
 from pyinfra.api.exceptions import DeployError
 from rich.console import Console
 
-from deploys.common.context import REPO, Run
-from deploys.common.facts import HostReportText
+from deploys.common.context import REPO, Run, Visit
+from deploys.common.facts import HostReportText, scripts
 from deploys.common.rendered import vllm_yaml_of
 from deploys.common.runlock import is_dead
-from deploys.host import scripts
 from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.matrix import LockInfo, load_matrix
@@ -140,7 +139,7 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     tell_summary(host.name)
     return Run(
         host=host.name,
-        run_id=f"{RUN_ID}-{digest_of(host.name)[:6]}",  # two entries may be one machine
+        run_id=run_id(),
         settings=settings,
         report=report,
         plan=plan,
@@ -151,6 +150,24 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
         with_key=with_key,
         hf_token=token,
     )
+
+
+def visit() -> Visit | None:
+    """A host that is asked something, or loses something: settings and report, no plan.
+
+    None, with the reason told, if the host gave no report. Raises DeployError for bad settings.
+    """
+    settings = all_settings()[host.name]
+    try:
+        report = gather(settings)
+    except ReportError as error:
+        host.log_styled(str(error), fg="red", log_func=logger.error)
+        return None
+    return Visit(host.name, run_id(), settings, report, key_is_there(settings, report))
+
+
+def run_id() -> str:
+    return f"{RUN_ID}-{digest_of(host.name)[:6]}"  # two entries may be one machine
 
 
 def known_plans() -> dict[str, Plan]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from deploys.common.context import Run
+from deploys.common.context import Visit
 from kvhost.services import api_key_path, api_url, served_name
 
 
-def ready_command(run: Run, *words: str) -> tuple[str, ...]:
+def ready_command(run: Visit, *words: str) -> tuple[str, ...]:
     settings = run.settings
     key = ("--key-file", api_key_path(run.paths)) if run.with_key else ()
     return (

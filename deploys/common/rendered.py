@@ -10,10 +10,10 @@ from pyinfra import host
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import CommandJson, JsonFile
+from deploys.common.facts import GUARD, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.namespace import Namespace, input_digest, namespace_of
-from kvhost.services import Service, model_dir, services, vllm_config
+from kvhost.services import Service, cache_service, model_dir, services, vllm_config
 from kvhost.settings import Settings
 
 _templates = jinja2.Environment(
@@ -32,6 +32,19 @@ def vllm_yaml_of(settings: Settings, *, with_key: bool) -> str:
 
 def vllm_yaml(run: Run) -> str:
     return vllm_yaml_of(run.settings, with_key=run.with_key)
+
+
+def cache_arguments(run: Run) -> list[str]:
+    """Those of `lmcache server`, before the namespace is known: its directory is a stand-in."""
+    stand_in = run.paths.namespace("0" * 24)
+    return list(cache_service(run.settings, run.paths, stand_in).argv[2:])
+
+
+def own_scripts(run: Run) -> dict[str, str]:
+    """Path on the host -> content of kvhost's own programs there."""
+    here = dict.fromkeys(scripts(), run.paths.bin)
+    here[GUARD] = run.paths.lib
+    return {f"{folder}/{path.name}": path.read_text() for path, folder in here.items()}
 
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
@@ -79,9 +92,13 @@ def look(run: Run) -> Late:
     if model["status"] != "ok":
         return Late(why=model["why"])
     digest = model["data"]["digest"]
-    name = input_digest(vllm_yaml(run), run.settings.runner_extra_args, digest, run.lock.digest)[
-        :24
-    ]
+    name = input_digest(
+        vllm_yaml(run),
+        run.settings.runner_extra_args,
+        digest,
+        run.lock.digest,
+        cache_args=cache_arguments(run),
+    )[:24]
     path = f"{run.paths.state}/resolved-{name}.json"
     resolved = host.get_fact(JsonFile, path=path)
     if resolved["status"] != "ok":

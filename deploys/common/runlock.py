@@ -20,7 +20,7 @@ import gevent
 from pyinfra import context, host, logger
 from pyinfra.api import StringCommand, operation
 
-from deploys.common.context import Run
+from deploys.common.context import Visit
 from deploys.common.facts import ONHOST
 from deploys.common.operations import Commands, connector_arguments, executing, refuse
 
@@ -59,7 +59,7 @@ def pid_space() -> str:
     return f"{boot} {space}"
 
 
-def owner(run: Run) -> dict[str, Any]:
+def owner(run: Visit) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "user": getpass.getuser(),
@@ -71,7 +71,7 @@ def owner(run: Run) -> dict[str, Any]:
     }
 
 
-def command(run: Run, verb: str) -> StringCommand:
+def command(run: Visit, verb: str) -> StringCommand:
     """The script travels with the command: the first run finds nothing of kvhost on the host."""
     state = shlex.quote(run.paths.state)
     held = run.report.kvhost.data.run_lock.data if run.report.kvhost.data else None
@@ -81,13 +81,13 @@ def command(run: Run, verb: str) -> StringCommand:
     if run.settings.break_lock:
         argv += ["--break", run.settings.break_lock]
     text = (ONHOST / "runlock.py").read_text()
-    return StringCommand(
-        f"mkdir -p {state} && python3 - {shlex.join(argv)} <<'KVHOST-END'\n{text}\nKVHOST-END"
-    )
+    # after a removal there is nothing to give back, and nothing to be made for it
+    place = f"mkdir -p {state} &&" if verb == "take" else f"[ ! -d {state} ] ||"
+    return StringCommand(f"{place} python3 - {shlex.join(argv)} <<'KVHOST-END'\n{text}\nKVHOST-END")
 
 
 @operation()
-def take_lock(run: Run) -> Commands:
+def take_lock(run: Visit) -> Commands:
     """Takes the host's run lock for this run. No change to the host in itself.
 
     + run: the run of this host

@@ -55,10 +55,15 @@ def deploy(run: Run) -> None:
         ),
         when_ok=lambda state: bool(state["complete"]),
     )  # fmt: skip
+
+
+def switch(run: Run) -> None:
+    """The environment becomes the current one, once it has taken the configuration."""
+    current, script = run.paths.current, run.script("engine")
     run_unless(
         name="engine: switch to it",
-        check=("sh", "-c", f'[ "$(readlink {paths.current})" = {run.env_dir} ] && echo true'),
-        command=("python3", script, "switch", "--env", run.env_dir, "--current", paths.current),
+        check=("sh", "-c", f'[ "$(readlink {current})" = {run.env_dir} ] && echo true'),
+        command=("python3", script, "switch", "--env", run.env_dir, "--current", current),
         when_ok=bool,
     )
 

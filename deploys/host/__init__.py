@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from deploys.common.context import Run
-from deploys.common.facts import ONHOST
+from deploys.common.facts import GUARD, scripts
 from deploys.common.operations import Directory, TextFile, directories, text_files
 from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
 from kvhost.packages import needed_packages
-
-GUARD = ONHOST / "kvhost_guard.py"
-
-
-def scripts() -> list[Path]:
-    """The scripts that lie in bin/ on the host."""
-    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path != GUARD)
 
 
 def wanted_directories(run: Run) -> list[Directory]:
@@ -39,7 +30,11 @@ def inside_home(run: Run) -> tuple[str, ...]:
 
 
 def deploy(run: Run) -> None:
-    debian_packages(name="host: packages", packages=needed_packages(run.python))
+    debian_packages(
+        name="host: packages",
+        packages=needed_packages(run.python),
+        note=f"{run.paths.state}/packages",
+    )
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
     text_files(

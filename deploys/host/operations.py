@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+
 from pyinfra import host
-from pyinfra.api import operation
+from pyinfra.api import StringCommand, operation
 from pyinfra.facts.deb import DebPackages
 from pyinfra.facts.server import Users
 from pyinfra.operations import apt, server
@@ -12,16 +14,18 @@ from deploys.common.operations import Commands
 
 
 @operation()
-def debian_packages(packages: tuple[str, ...]) -> Commands:
+def debian_packages(packages: tuple[str, ...], note: str) -> Commands:
     """Installs what is missing of some Debian packages, with a fresh list of packages.
 
     + packages: names
+    + note: file on the host that keeps the names of what was installed, for whoever removes kvhost
     """
     there = host.get_fact(DebPackages) or {}
     missing = [name for name in packages if name not in there]
     if missing:
         yield from apt.update._inner()
         yield from apt.packages._inner(packages=missing, no_recommends=True)
+        yield StringCommand(f"echo {shlex.quote(' '.join(missing))} >> {shlex.quote(note)}")
 
 
 @operation()

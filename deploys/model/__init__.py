@@ -31,7 +31,7 @@ def deploy(run: Run) -> None:
     directories(name="model: directory", wanted=[Directory(here, run.user, "755")])
     env = {**service_env(run.settings, run.paths), "HF_HUB_OFFLINE": "0"}
     fetch = (
-        f"{run.paths.current}/bin/python", run.script("model_fetch"), "--repo", source,
+        f"{run.env_dir}/bin/python", run.script("model_fetch"), "--repo", source,
         "--revision", run.settings.model_revision or "", "--out", here,
         *(("--token-file", token_file) if run.hf_token is not None else ()),
     )  # fmt: skip

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import shlex
 from io import StringIO
+from typing import Any
 
 from pyinfra import host
-from pyinfra.api import operation
+from pyinfra.api import FunctionCommand, StringCommand, operation
 from pyinfra.operations import files
 
+from deploys.common.back import go_back
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, shown
+from deploys.common.operations import Commands, connector_arguments
 from deploys.common.ready import ready_command
-from deploys.common.rendered import Late, look, not_resolved, supervisord_conf, vllm_yaml
+from deploys.common.rendered import (
+    Late,
+    look,
+    not_resolved,
+    own_scripts,
+    supervisord_conf,
+    vllm_yaml,
+)
 from kvhost.receipt import make_receipt
 
 
@@ -66,11 +75,19 @@ def services_answer(run: Run) -> Commands:
         if ready["status"] == "ok" and ready["data"]["ready"]:
             return
     timeout = str(run.settings.ready_timeout_s)
-    yield shown(
+    command = StringCommand(
         shlex.join(services_command(run, "ensure"))
         + " && "
         + shlex.join(ready_command(run, "--timeout", timeout))
     )
+
+    def come_or_go_back(state: Any, host: Any) -> bool:
+        ok, _ = host.run_shell_command(command, print_output=True, **connector_arguments())
+        if not ok:
+            go_back(host, run, "the services did not come up, or did not answer")
+        return bool(ok)
+
+    yield FunctionCommand(come_or_go_back, (), {})
 
 
 @operation()
@@ -92,6 +109,7 @@ def receipt(run: Run) -> Commands:
         model_digest=late.model_digest or "",
         namespace=late.namespace(run),
         files=texts,
+        scripts=own_scripts(run),
     )
     yield from files.put._inner(
         src=StringIO(text), dest=run.paths.receipt, user="root", group="root", mode="644",

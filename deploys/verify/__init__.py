@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from deploys.common.context import Run
-from deploys.verify.operations import restart_test
+from deploys.verify.operations import restart_test, settle
 
 
 def deploy(run: Run, *, always: bool = False) -> None:
     """``always``: also when nothing has changed since the last verdict."""
-    if run.settings.verify == "never" and not always:
-        return
-    asked = always or run.settings.verify == "always"
-    restart_test(name="verify: does the KV cache survive a restart", run=run, asked=asked)
+    if run.settings.verify != "never" or always:
+        asked = always or run.settings.verify == "always"
+        restart_test(name="verify: does the KV cache survive a restart", run=run, asked=asked)
+    settle(name="verify: what passed is recorded, the rest cleared away", run=run, clear=not always)

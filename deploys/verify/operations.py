@@ -13,13 +13,15 @@ from pyinfra import context, host, logger
 from pyinfra.api import FunctionCommand, StringCommand, operation
 from rich.console import Console
 
+from deploys.common.back import go_back
 from deploys.common.context import Run
-from deploys.common.facts import JsonFile
+from deploys.common.facts import CommandJson, JsonFile
 from deploys.common.operations import (
     Commands,
     connector_arguments,
     executing,
     refuse,
+    shown,
     unknown_yet,
 )
 from deploys.common.ready import ready_command
@@ -109,7 +111,34 @@ def restart_test(run: Run, asked: bool) -> Commands:
     if not asked and stands and not changed_so_far():
         tell_last(run, known)
         return
-    yield FunctionCommand(test_and_judge, (run, late, digest), {})
+    engine = receipt["data"]["engine"]["digest"]
+    if engine != run.lock.digest:
+        yield refuse(
+            f"this host runs the engine of lock {engine[:16]}, not of {run.lock.digest[:16]} that "
+            "these settings ask for: deploy.py first, or test with the lock that it runs"
+        )
+        return
+    yield FunctionCommand(test_or_go_back, (run, late, digest), {})
+
+
+@operation()
+def settle(run: Run, clear: bool) -> Commands:
+    """What passed is recorded as the last good one; environments that nothing needs any more go.
+
+    + run: the run of this host
+    + clear: false to remove nothing
+    """
+    late = look(run)
+    if late.resolved_path is None:
+        yield unknown_yet()
+        return
+    argv: tuple[str, ...] = ("python3", run.script("generations"), "settle")
+    argv = (*argv, "--base", run.paths.base_dir, "--resolved", late.resolved_path)
+    if not clear:
+        argv = (*argv, "--record-only")
+    state = host.get_fact(CommandJson, argv=(*argv, "--check"))
+    if state["status"] != "ok" or not state["data"]["settled"]:
+        yield shown(argv)
 
 
 def tell_last(run: Run, known: dict[str, Any]) -> None:
@@ -125,6 +154,19 @@ def tell_last(run: Run, known: dict[str, Any]) -> None:
         f"    [{run.host}] persisted {known.get('persisted')} at {known.get('time')} (UTC); "
         "nothing has changed since, so the test is not repeated"
     )
+
+
+#: hosts whose test was left out because they are in use: nothing was measured, nothing failed
+_not_measured: set[str] = set()
+
+
+def test_or_go_back(state: Any, host: Any, run: Run, late: Late, digest: str) -> bool:
+    """The test; after a switch whose test is not passed, the way back. False: not PASS."""
+    if test_and_judge(state, host, run, late, digest):
+        return True
+    if run.host not in _not_measured:
+        go_back(host, run, "the restart-persistence test was not passed")
+    return False
 
 
 def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> bool:
@@ -170,6 +212,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
             Console(stderr=True).print(verdict_table(run.host, verdict))
             continue
         # nothing was measured: a table would be a list of what is missing
+        _not_measured.add(run.host)
         Console(stderr=True).print(headline(run.host, verdict))
         logger.info(
             f"    [{run.host}] the server is in use, and the test would restart it. What this run "

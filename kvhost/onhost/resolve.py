@@ -4,7 +4,9 @@
 Run by the engine environment's Python, as the service's user: `resolve.py --config vllm.yaml
 --out FILE`. "auto" and defaults are resolved by the engine's own code, so that the digest which
 names the KV cache's directory is taken from what will be computed, not from what was asked for.
-Exit 0: FILE is written. Exit 1: vLLM refuses the configuration (its reason is on stderr).
+Every key and argument, the cache server's too, is held against what the installed version takes
+(config_check.py), because LMCache only warns. Exit 0: FILE is written. Exit 1: refused; all that
+is wrong is on stderr.
 """
 
 # the engine is not there where types are checked
@@ -18,17 +20,44 @@ import json
 import os
 import platform
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost import config_check
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import config_check
 
 
-def resolved(path: str, extra: list[str]) -> dict[str, Any]:
-    """What vLLM 0.32 makes of its configuration and arguments. Raises whatever vLLM raises."""
+class Refused(Exception):
+    """What the installed version does not take, a line each."""
+
+
+def resolved(path: str, extra: list[str], cache_args: list[str]) -> dict[str, Any]:
+    """What vLLM 0.32 makes of its configuration and arguments.
+
+    Raises Refused with all unknown keys and arguments, and whatever vLLM raises.
+    """
+    import yaml
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    with open(path, encoding="utf-8") as handle:
+        config = yaml.safe_load(handle)
+    if not isinstance(config, dict):
+        raise Refused(f"{path} is not a mapping of options to values")
     parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(["--config", path, *extra])
+    wrong = config_check.runner_keys(parser, config)
+    wrong += config_check.connector_keys(config)
+    wrong += config_check.environment_names(os.environ)
+    if cache_args:
+        wrong += config_check.cache_arguments(cache_args)
+    if wrong:
+        raise Refused("\n".join(wrong))
+    args, problems = config_check.parse(parser, ["--config", path, *extra])
+    if args is None:
+        raise Refused("\n".join(problems))
     engine = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     model, cache, parallel = engine.model_config, engine.cache_config, engine.parallel_config
     text = model.hf_text_config
@@ -70,6 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", required=True, help="vLLM's YAML configuration")
     parser.add_argument("--out", required=True, help="a file, or - for standard output")
+    parser.add_argument("--cache-args", default="[]", metavar="JSON", help="of lmcache server")
     parser.add_argument("extra", nargs="*", help="after --: further arguments of vllm serve")
     options = parser.parse_args()
     # whatever vLLM, its extensions and its children print goes to standard error
@@ -77,9 +107,9 @@ def main() -> int:
     os.dup2(2, 1)
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            answer = resolved(options.config, options.extra)
-        except SystemExit:  # the argument parser's way of refusing; it has said why
-            print(f"vLLM refuses {options.config}", file=sys.stderr)
+            answer = resolved(options.config, options.extra, json.loads(options.cache_args))
+        except Refused as error:
+            print(f"The engine refuses {options.config}:\n{error}", file=sys.stderr)
             return 1
         except Exception as error:  # of any kind: what vLLM raises is its answer
             why = f"{type(error).__name__}: {error}"

@@ -1,0 +1,62 @@
+"""`kvhost purge`: what lies in the tier of every host, or the removal of a part of it."""
+
+import shlex
+from typing import Any
+
+from pyinfra.api import FunctionCommand, StringCommand, operation
+
+from deploys.common.care import ask_host
+from deploys.common.context import Visit
+from deploys.common.operations import Commands, connector_arguments
+from deploys.common.prepare import visit
+from deploys.common.ready import ready_command
+from deploys.common.refused import refused
+from deploys.common.runlock import take_lock
+from kvhost.asking import answer, question
+
+
+def words(at: Visit, verb: str) -> tuple[str, ...]:
+    asked = question()
+    narrowed = [
+        word
+        for key in ("namespace", "model", "tenant_sha256")
+        if key in asked
+        for word in (f"--{key.replace('_', '-')}", str(asked[key]))
+    ]
+    where = ("--base", at.paths.base_dir, "--tier", at.paths.tier_dir, "--user", at.user)
+    return ("python3", at.script("purge"), verb, *where, *narrowed)
+
+
+@operation(is_idempotent=False)
+def purge(at: Visit, verb: str) -> Commands:
+    """Looks, or removes, and tells the command.
+
+    + at: the host
+    + verb: look or remove
+    """
+
+    def run(state: Any, host: Any) -> bool:
+        found = ask_host(host, words(at, verb))
+        if found is None:
+            return False
+        if found.get("restarted"):
+            wait = ready_command(at, "--timeout", str(at.settings.ready_timeout_s))
+            how = connector_arguments()
+            ok, _ = host.run_shell_command(
+                StringCommand(shlex.join(wait)), print_output=True, **how
+            )
+            if not ok:
+                return False
+        return answer(at.host, found) or True
+
+    yield FunctionCommand(run, (), {})
+
+
+here = visit()
+if here is None:
+    refused(name="the host gave no report")
+else:
+    verb = str(question().get("verb", "look"))
+    if verb == "remove":
+        take_lock(name="host: one run at a time", run=here)
+    purge(name=f"cache: {verb}", at=here, verb=verb)

@@ -1,0 +1,76 @@
+"""Stage remove: what a host is told that it loses, and the loss itself."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from pyinfra import host
+from pyinfra.api import operation
+from rich.console import Console
+from rich.table import Table
+
+from deploys.common.context import Visit
+from deploys.common.facts import ONHOST, CommandJson
+from deploys.common.operations import Commands, shown
+from kvhost.plan_types import size
+from kvhost.verdict_view import printable
+
+
+def argv(at: Visit, *more: str) -> tuple[str, ...]:
+    """The script travels with the command: it removes the directory that it would lie in."""
+    words = ("--base", at.paths.base_dir, "--tier", at.paths.tier_dir, "--user", at.user, *more)
+    words += ("--caches",) if at.settings.remove_cache else ()
+    words += ("--models",) if at.settings.remove_models else ()
+    text = (ONHOST / "uninstall.py").read_text()
+    return ("sh", "-c", f"python3 - {shlex.join(words)} <<'KVHOST-END'\n{text}\nKVHOST-END")
+
+
+def look(at: Visit) -> Any:
+    return host.get_fact(CommandJson, argv=argv(at, "--check"))
+
+
+def show_removal(at: Visit) -> bool | None:
+    """Prints what would go and what would stay; whether anything would. None if it may not."""
+    console = Console(stderr=True)
+    base = at.report.kvhost.data.base if at.report.kvhost.data else None
+    if base is None or base.status == "unreadable" or (base.data and base.data.owner == "foreign"):
+        why = "is not kvhost's" if base and base.data else "could not be read"
+        console.print(f"{at.host}: {at.paths.base_dir} {why}: nothing is removed", style="red")
+        return None
+    if base.data is None or base.data.owner != "kvhost":
+        console.print(f"{at.host}: nothing of kvhost is at {at.paths.base_dir}")
+        return False
+    answer = look(at)
+    if answer["status"] != "ok":
+        console.print(f"{at.host}: {printable(str(answer['why']))}", style="red")
+        return None
+    data = answer["data"]
+    table = Table("goes", "size", title=f"{at.host}: what is removed")
+    for row in data["remove"]:
+        table.add_row(printable(row["path"]), size(row["bytes"]))
+    if data["user"]:
+        table.add_row(f"the user {at.user}", "")
+    if data["remove"] or data["user"]:
+        console.print(table)
+    for line in data["stays"]:
+        console.print(f"  stays: {printable(line)}", highlight=False)
+    return bool(data["remove"] or data["user"])
+
+
+@operation()
+def remove(at: Visit) -> Commands:
+    """Stops the services and removes what is kvhost's.
+
+    + at: the host
+    """
+    answer = look(at)
+    if answer["status"] == "ok" and not answer["data"]["remove"] and not answer["data"]["user"]:
+        return
+    yield shown(f"{shlex.join(argv(at))} > /dev/null")
+
+
+@operation()
+def nothing() -> Commands:
+    """No change: there is nothing to remove."""
+    yield from ()

@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""Removes the KV of one namespace, one model or one tenant: files, memory, shared memory.
+
+purge.py look   --base DIR --tier DIR [what]           what lies there and what would go; JSON
+purge.py remove --base DIR --tier DIR --user U [what]  removes it; restarts what holds it in memory
+what: --namespace NAME, --model NAME, --tenant-sha256 HEX (of cache_salt; "-" for requests without
+one); several narrow each other. `look` without any shows all.
+
+LMCache 0.5.6 names a file MODEL@RANK@GROUP@HASH[@SALT].data, with "-SEP-" for "/" in MODEL, so the
+salt stands in it in clear; only its digest is ever shown or passed. The memory of the cache server
+and of the engine cannot be cleared by tenant: both are stopped first, the shared memory is swept,
+and they are started again. Removing is unlinking: the blocks on the disk are not overwritten.
+Exit: 0 done, 1 not, or not all (why, stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
+ENDINGS = (".data", ".tmp")
+#: what is stopped, in this order; what starts again, in the other
+HOLDERS = ("runner", "cache")
+Data = dict[str, Any]
+
+
+class Trouble(Exception):
+    """What went wrong, for people."""
+
+
+class Row(NamedTuple):
+    """One file; model and tenant are None where its name is of another form."""
+
+    namespace: str
+    name: str
+    size: int
+    model: str | None
+    #: sha256 of the salt, "-" without one
+    tenant: str | None
+
+
+def parse(name: str) -> tuple[str | None, str | None]:
+    """Model and tenant of a file's name.
+
+    >>> parse("org-SEP-m@01@0@ab@s.data")[0], parse("m@01@0@ab.data")
+    ('org/m', ('m', '-'))
+    """
+    stem, ending = os.path.splitext(name)
+    parts = stem.split("@")
+    if ending not in ENDINGS or len(parts) not in (4, 5):
+        return None, None
+    salt = parts[4] if len(parts) == 5 else ""
+    tenant = hashlib.sha256(os.fsencode(salt)).hexdigest() if salt else "-"
+    return parts[0].replace("-SEP-", "/"), tenant
+
+
+def is_model(model: str | None, wanted: str) -> bool:
+    """By its path or name as vLLM was given it, its last part, or as the hub calls it."""
+    if model is None:
+        return False
+    last = model.rstrip("/").rpartition("/")[2]
+    hub = wanted.replace("/", "--") + "--"  # models/OWNER--NAME--REVISION
+    by_hub = "/" in wanted and last.startswith(hub)
+    builtin = wanted == "builtin" and last.startswith("builtin-")
+    return wanted in (model, last) or by_hub or builtin
+
+
+class Tier:
+    """The tier's directory, held open; no link is ever followed. Methods raise OSError."""
+
+    def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
+        self.stack = stack
+        self.root = self._open(os.path.normpath(path), None)
+
+    def _open(self, name: str, at: int | None) -> int:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+        self.stack.callback(os.close, fd)
+        return fd
+
+    def namespaces(self) -> dict[str, int]:
+        names = sorted(name for name in os.listdir(self.root) if NAMESPACE.match(name))
+        return {name: self._open(name, self.root) for name in names}
+
+    def rows(self, opened: dict[str, int]) -> Iterator[Row]:
+        for namespace, fd in opened.items():
+            for name in sorted(os.listdir(fd)):
+                try:
+                    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                except FileNotFoundError:  # pruned meanwhile
+                    continue
+                if name.startswith(".") or not stat.S_ISREG(found.st_mode):
+                    continue
+                yield Row(namespace, name, found.st_blocks * 512, *parse(name))
+
+
+def chosen(rows: list[Row], args: argparse.Namespace) -> list[Row]:
+    """Of a namespace every file; of a model or tenant those whose name says so."""
+    return [
+        row
+        for row in rows
+        if (args.namespace is None or row.namespace == args.namespace)
+        and (args.model is None or is_model(row.model, args.model))
+        and (args.tenant_sha256 is None or row.tenant == args.tenant_sha256)
+    ]
+
+
+def spec(base: str, name: str) -> Data:
+    """etc/NAME.json, {} without it. Raises OSError, ValueError."""
+    try:
+        with open(os.path.join(base, "etc", name + ".json"), encoding="utf-8") as handle:
+            loaded: Data = json.load(handle)
+    except FileNotFoundError:
+        return {}
+    return loaded
+
+
+def current(base: str) -> str | None:
+    """The namespace that the cache server writes to."""
+    argv = spec(base, "cache").get("argv", [])
+    if "--l2-adapter" not in argv:
+        return None
+    adapter = json.loads(argv[argv.index("--l2-adapter") + 1])
+    return os.path.basename(str(adapter["base_path"]))
+
+
+def services(args: argparse.Namespace, *words: str) -> subprocess.CompletedProcess[str]:
+    script = os.path.join(args.base, "bin", "services.py")
+    argv = [sys.executable, script, "--base", args.base, "--user", args.user, *words]
+    return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+
+
+def running(args: argparse.Namespace) -> list[str]:
+    """Which of the services that hold KV in memory run or are about to."""
+    done = services(args, "--json", "status")
+    if done.returncode != 0:
+        raise Trouble("which services run could not be found out (see above)")
+    rows = json.loads(done.stdout.strip().splitlines()[-1])["services"]
+    # what starts by itself counts too: only what was stopped by a person is left stopped
+    idle = ("STOPPED", "EXITED", "DOWN", "inactive")
+    return [name for name in HOLDERS if rows[name]["alive"] or rows[name]["state"] not in idle]
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """/dev/shm, with the commands that run before each start, as the service's user."""
+    ids = ["--reuid", args.user, "--regid", args.user, "--init-groups", "--inh-caps=-all"]
+    for name in HOLDERS:
+        for argv in spec(args.base, name).get("before", []):
+            if any(os.path.basename(word) == "shm_sweep.py" for word in argv):
+                prefix = ["setpriv", *ids] if os.geteuid() == 0 else []
+                subprocess.run([*prefix, *argv], check=True, stdout=sys.stderr)
+
+
+def summary(rows: list[Row]) -> list[Data]:
+    groups: dict[tuple[str, str | None, str | None], list[int]] = {}
+    for row in rows:
+        groups.setdefault((row.namespace, row.model, row.tenant), []).append(row.size)
+    return [
+        {
+            "namespace": ns,
+            "model": model,
+            "tenant": tenant,
+            "files": len(sizes),
+            "bytes": sum(sizes),
+        }
+        for (ns, model, tenant), sizes in sorted(groups.items(), key=lambda item: repr(item[0]))
+    ]
+
+
+def look(tier: Tier, args: argparse.Namespace) -> Data:
+    found = chosen(list(tier.rows(tier.namespaces())), args)
+    now = current(args.base)
+    return {
+        "rows": summary(found),
+        "current": now,
+        "files": len(found),
+        "bytes": sum(row.size for row in found),
+        "restarts": any(row.namespace == now for row in found),
+    }
+
+
+def remove(tier: Tier, args: argparse.Namespace) -> Data:
+    """Stops what holds KV in memory, unlinks, sweeps, and starts again what ran."""
+    stopped: list[str] = []
+    opened = tier.namespaces()
+    now = current(args.base)
+    # memory may hold what the tier no longer does: the files say nothing about that
+    if args.namespace in (None, now):
+        stopped = running(args)
+        if services(args, "stop", *HOLDERS).returncode != 0:
+            raise Trouble("the services could not be stopped: nothing was removed")
+    try:
+        gone = chosen(list(tier.rows(opened)), args)
+        for row in gone:
+            with contextlib.suppress(FileNotFoundError):  # the pruner was faster
+                os.unlink(row.name, dir_fd=opened[row.namespace])
+        for fd in opened.values():
+            os.fsync(fd)
+        if args.namespace is not None and args.namespace != now and args.namespace in opened:
+            drop(tier, args.namespace, opened[args.namespace])
+            del opened[args.namespace]
+        if args.namespace in (None, now):
+            sweep(args)
+        left = chosen(list(tier.rows(opened)), args)
+    finally:
+        failed = stopped and services(args, "start", *reversed(stopped)).returncode != 0
+    if failed:
+        raise Trouble(f"removed, but {', '.join(stopped)} did not start again (see above)")
+    if left:
+        raise Trouble(f"{len(left)} files are still there, {left[0].name} among them")
+    return {
+        "removed": summary(gone),
+        "files": len(gone),
+        "bytes": sum(row.size for row in gone),
+        "restarted": list(reversed(stopped)),
+    }
+
+
+def drop(tier: Tier, name: str, fd: int) -> None:
+    """The empty directory of a namespace that is not in use; what is not a cache file keeps it."""
+    for own in os.listdir(fd):
+        if own.startswith(".kvhost"):
+            os.unlink(own, dir_fd=fd)
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=tier.root)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=["look", "remove"])
+    parser.add_argument("--base", required=True, help="kvhost's directory")
+    parser.add_argument("--tier", required=True, help="directory of the KV cache")
+    parser.add_argument("--user", help="the service's user; needed to remove")
+    parser.add_argument("--namespace", help="all of this one: ns-…")
+    parser.add_argument("--model", help="its path or name, as `look` shows it")
+    parser.add_argument("--tenant-sha256", metavar="HEX", help='of cache_salt; "-": without one')
+    args = parser.parse_args()
+    what = (args.namespace, args.model, args.tenant_sha256)
+    if args.command == "remove" and (args.user is None or what == (None, None, None)):
+        parser.error("remove needs --user, and what: --namespace, --model or --tenant-sha256")
+    try:
+        with contextlib.ExitStack() as stack:
+            tier = Tier(args.tier, stack)
+            answer = look(tier, args) if args.command == "look" else remove(tier, args)
+    except (Trouble, OSError, ValueError, KeyError, subprocess.CalledProcessError) as error:
+        print(f"purge: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

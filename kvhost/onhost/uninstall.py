@@ -1,0 +1,306 @@
+#!/usr/bin/env python3
+"""Takes kvhost away from a host: services, units, programs, configuration, keys, its user.
+
+uninstall.py --base DIR --tier DIR --user U [--caches] [--models] [--check]
+
+What the receipt lists goes, with the directories that are kvhost's alone; what is not known stays
+and is named. The cache and the models stay unless asked for, packages and mounts always. The
+receipt goes last, so that a run which was killed is completed by the next; done a second time it
+changes nothing. The services are stopped before anything is removed. --check changes nothing and
+says what would go; JSON. Started as root. Exit: 0 done, 1 not (why, stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pwd
+import re
+import stat
+import subprocess
+import sys
+from typing import Any
+
+#: directories that are kvhost's alone
+TREES = ("envs", "tools", "uv-cache", "wheels", "locks", "home", "log", "run")
+#: directories in which others may have put files: only what is known goes
+MIXED = ("lib", "etc", "bin", "secrets")
+KNOWN = {
+    "etc": (
+        *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest"),
+        *("cache.json", "runner.json", "pruner.json"),
+    ),
+    "secrets": ("api-key", "hf-token"),
+}
+NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
+GUARD = "run.lock.guard"
+Data = dict[str, Any]
+
+
+class Trouble(Exception):
+    """What went wrong, for people."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def mounts() -> list[str]:
+    """Mount points, as mountinfo writes them (proc_pid_mountinfo(5))."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as handle:
+        fields = [line.split()[4] for line in handle]
+    return [re.sub(r"\\(\d{3})", lambda m: chr(int(m.group(1), 8)), field) for field in fields]
+
+
+def size(path: str) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total if os.path.isdir(path) else os.lstat(path).st_blocks * 512
+
+
+def remove_tree(path: str) -> None:
+    """Whatever it is; links are not followed, and nothing on another mount is touched."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    held = [m for m in mounts() if m == path or m.startswith(path + "/")]
+    for folder, folders, names, fd in os.fwalk(path, topdown=False, follow_symlinks=False):
+        if any(folder == m or folder.startswith(m + "/") for m in held):
+            continue
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+        for name in folders:
+            inner = os.path.join(folder, name)
+            if any(m == inner or m.startswith(inner + "/") for m in held):
+                continue
+            linked = stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+            (os.unlink if linked else os.rmdir)(name, dir_fd=fd)
+    if not held:
+        os.rmdir(path)
+
+
+class Host:
+    """One installation. Methods raise OSError, ValueError, Trouble."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.base: str = args.base.rstrip("/")
+        self.receipt = self.read("state/receipt.json")
+
+    def path(self, *parts: str) -> str:
+        return os.path.join(self.base, *parts)
+
+    def read(self, name: str) -> Data:
+        try:
+            with open(self.path(name), encoding="utf-8") as handle:
+                loaded = json.load(handle)
+        except FileNotFoundError:
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+    def listed(self) -> set[str]:
+        """Paths that the receipt names."""
+        return {*self.receipt.get("files", {}), *self.receipt.get("scripts", {})}
+
+    def outside(self) -> list[str]:
+        """Of these what lies elsewhere on the host: units."""
+        return sorted(p for p in self.listed() if not p.startswith(self.base + "/") and there(p))
+
+    def known(self, folder: str) -> list[str]:
+        """Files of a mixed directory that are kvhost's."""
+        names = sorted(os.listdir(self.path(folder))) if there(self.path(folder)) else []
+        here = self.path(folder)
+        ours = {os.path.basename(p) for p in self.listed() if os.path.dirname(p) == here}
+        ours |= set(KNOWN.get(folder, ()))
+        if folder in ("bin", "lib"):  # before the first receipt all programs there are kvhost's
+            ours |= {n for n in names if n == "__pycache__" or (not ours and n.endswith(".py"))}
+        return [self.path(folder, n) for n in names if n in ours]
+
+    def to_remove(self) -> list[str]:
+        found = self.outside()
+        found += [self.path(n) for n in ("current", "current.new", *TREES) if there(self.path(n))]
+        for folder in MIXED:
+            found += self.known(folder)
+            if there(self.path(folder)) and not self.strangers(folder):
+                found.append(self.path(folder))
+        if self.args.caches:
+            found += self.caches()
+        if self.args.models and there(self.path("models")):
+            found.append(self.path("models"))
+        state = [self.path("state", n) for n in listdir(self.path("state")) if n != GUARD]
+        own_lock = self.path("state", "run.lock")
+        return [*found, *(path for path in state if path != own_lock)]
+
+    def strangers(self, folder: str) -> list[str]:
+        known = set(self.known(folder))
+        return [p for n in listdir(self.path(folder)) if (p := self.path(folder, n)) not in known]
+
+    def caches(self) -> list[str]:
+        tier = self.args.tier
+        names = [n for n in listdir(tier) if NAMESPACE.match(n) or n.startswith(".kvhost")]
+        names = [n for n in names if n != ".kvhost-drive.json"]  # of the drive, not of the cache
+        return [os.path.join(tier, n) for n in names]
+
+    def user(self) -> bool:
+        """Whether the service's user is kvhost's own, and nothing that stays belongs to it."""
+        try:
+            account = pwd.getpwnam(self.args.user)
+        except KeyError:
+            return False
+        ours = account.pw_dir == self.path("home") and account.pw_shell.endswith("nologin")
+        keeps = (self.caches() and not self.args.caches) or (
+            there(self.path("models")) and not self.args.models
+        )
+        return ours and not keeps
+
+    def stays(self) -> list[str]:
+        """What is left, for people."""
+        found = [f"{p}, not known to kvhost" for f in MIXED for p in self.strangers(f)]
+        own = {*TREES, *MIXED, "current", "current.new", "models", "state"}
+        for name in listdir(self.base):
+            path = self.path(name)
+            if name not in own and not f"{self.args.tier}/".startswith(f"{path}/"):
+                found.append(f"{path}, not known to kvhost")
+        if self.caches() and not self.args.caches:
+            found.append(f"the cache in {self.args.tier} (remove_cache)")
+        if there(self.path("models")) and not self.args.models:
+            found.append(f"models in {self.path('models')} (remove_models)")
+        top = (self.base + "/", self.args.tier.rstrip("/") + "/")
+        found += [f"the mount {m}" for m in mounts() if f"{m}/".startswith(top)]
+        with contextlib.suppress(FileNotFoundError), open(self.path("state", "packages")) as lines:
+            packages = sorted(set(lines.read().split()))
+            found += [f"packages that kvhost installed: {', '.join(packages)}"] if packages else []
+        if not self.user() and is_account(self.args.user):
+            found.append(f"the user {self.args.user}, to whom something belongs that stays")
+        return found
+
+    # doing it
+
+    def stop(self) -> None:
+        script = self.path("bin", "services.py")
+        if there(script) and is_account(self.args.user):
+            argv = [sys.executable, script, "--base", self.base, "--user", self.args.user]
+            if subprocess.run([*argv, "shutdown"], check=False, stdout=sys.stderr).returncode:
+                raise Trouble("the services could not be stopped: nothing was removed")
+        units = [p for p in self.outside() if p.startswith("/etc/systemd/system/")]
+        names = [os.path.basename(p) for p in units if "." in os.path.basename(p)]
+        if names:
+            subprocess.run(["systemctl", "disable", "--now", *names], check=False)
+        running = self.processes()
+        if running:
+            raise Trouble(f"process {running[0]} still runs from {self.base}: nothing was removed")
+        sweeper = self.path("bin", "shm_sweep.py")
+        if there(sweeper) and is_account(self.args.user):
+            pool = "lmcache_l1_pool_kvhost" + self.base.replace("/", "-")
+            ids = ["--reuid", self.args.user, "--regid", self.args.user, "--init-groups"]
+            argv = [sys.executable, sweeper, pool, "lmcache_kv_*", "psm_*", "sem.mp-*"]
+            subprocess.run(["setpriv", *ids, *argv], check=False, stdout=sys.stderr)
+
+    def processes(self) -> list[int]:
+        """Processes that were started from below base_dir."""
+        inside, found = os.fsencode(self.base + "/"), []
+        for name in listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if not name.isdigit() or int(name) == os.getpid():
+                    continue
+                with open(f"/proc/{name}/cmdline", "rb") as handle:
+                    words = handle.read().split(b"\0")[:2]
+                if any(word.startswith(inside) for word in words):
+                    found.append(int(name))
+        return found
+
+    def remove(self) -> None:
+        paths, outside, user = self.to_remove(), self.outside(), self.user()
+        self.stop()
+        receipt = self.path("state", "receipt.json")
+        for path in paths:
+            if path != receipt and not path.startswith(self.path("state") + "/"):
+                remove_tree(path)
+                step_done(path)
+        if any(p.startswith("/etc/systemd/") for p in outside):
+            subprocess.run(["systemctl", "daemon-reload"], check=False)
+        if self.args.caches and self.args.tier not in mounts():
+            with contextlib.suppress(OSError):  # something of others is in it
+                os.rmdir(self.args.tier)
+        if user:
+            subprocess.run(["userdel", self.args.user], check=True, stdout=sys.stderr)
+        for path in paths:  # what tells a later run that this one was not complete: last
+            if path != receipt and path.startswith(self.path("state") + "/"):
+                remove_tree(path)
+        if there(receipt):
+            os.unlink(receipt)
+        self.leave()
+
+    def leave(self) -> None:
+        """base_dir itself goes if nothing is left in it; else the guard says whose it is."""
+        left = [n for n in listdir(self.base) if n not in ("state", "lost+found")]
+        if left or self.base in mounts():
+            return
+        for name in (GUARD, "run.lock"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path("state", name))
+        for path in (self.path("state"), self.base):
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+
+def step_done(path: str) -> None:
+    """Tests stop the run dead after a path: KVHOST_TEST_DIE_AFTER=uninstall:NAME."""
+    if os.environ.get("KVHOST_TEST_DIE_AFTER") == "uninstall:" + os.path.basename(path):
+        os.kill(os.getpid(), 9)
+
+
+def there(path: str) -> bool:
+    return os.path.lexists(path)
+
+
+def listdir(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def is_account(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--base", required=True, help="kvhost's directory")
+    parser.add_argument("--tier", required=True, help="directory of the KV cache")
+    parser.add_argument("--user", required=True, help="the service's user")
+    parser.add_argument("--caches", action="store_true", help="the KV cache too")
+    parser.add_argument("--models", action="store_true", help="the models too")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    try:
+        host = Host(args)
+        paths = host.to_remove()
+        answer: Data = {
+            "remove": [{"path": path, "bytes": size(path)} for path in paths],
+            "user": host.user(),
+            "stays": host.stays(),
+        }
+        if not args.check and (paths or answer["user"]):
+            host.remove()
+    except (Trouble, OSError, ValueError, subprocess.CalledProcessError) as error:
+        say(f"uninstall: {error}")
+        return 1
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Purge of a namespace, a model or a tenant: what goes, what stays, and in which order.
+
+First with files named as LMCache 0.5.6 names them and a double in the place of services.py; then
+(full tier) with the real engine, that nothing of a tenant is left, on disk or in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli
+from kvhost.onhost.purge import is_model, parse
+from tests.e2e_tools import API_KEY, Site
+
+ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"
+SERVICES = """
+import json, pathlib, sys
+base = pathlib.Path(sys.argv[sys.argv.index("--base") + 1])
+words = [w for w in sys.argv[1:] if w not in ("--base", str(base), "--user", "u", "--json")]
+with (base / "calls").open("a") as calls:
+    calls.write(" ".join([*words, str(len(list(base.glob("tier/*/*.data"))))]) + "\\n")
+alive = not (base / "stopped").exists()
+row = {"alive": alive, "state": "RUNNING" if alive else "STOPPED"}
+print(json.dumps({"services": {name: row for name in ("cache", "runner", "pruner")}}))
+sys.exit(words[0] == "stop" and (base / "no-stop").exists())
+"""
+NOW, OLD = "ns-" + "a" * 24, "ns-" + "b" * 24
+
+
+def digest(salt: str) -> str:
+    return hashlib.sha256(salt.encode()).hexdigest()
+
+
+class Base:
+    """A tier with two namespaces, two models and two tenants; 3 files each, of one block."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("bin", "etc"):
+            (root / name).mkdir(parents=True)
+        for script in ONHOST.glob("[a-z]*.py"):
+            (root / "bin" / script.name).write_text(script.read_text())
+        (root / "bin/services.py").write_text(SERVICES)
+        adapter = json.dumps({"type": "fs_native", "base_path": str(root / "tier" / NOW)})
+        argv = ["lmcache", "server", "--l2-adapter", adapter]
+        (root / "etc/cache.json").write_text(json.dumps({"argv": argv, "before": []}))
+        for namespace in (NOW, OLD):
+            here = root / "tier" / namespace
+            here.mkdir(parents=True)
+            (here / ".kvhost-namespace.json").write_text("{}")
+            for model in ("-SEP-srv-SEP-llama", "org-SEP-other"):
+                for end in ("@ann.data", "@bob.data", ".data"):
+                    (here / f"{model}@0x01000100@0@{'ab' * 32}{end}").write_bytes(b"x" * 100)
+        (root / "tier" / ".kvhost-tier").write_text("marker")
+
+    def call(self, command: str, *words: str, rc: int = 0) -> Any:
+        argv = [
+            sys.executable, str(self.root / "bin/purge.py"), command, "--base", str(self.root),
+            "--tier", str(self.root / "tier"), "--user", "u", *words,
+        ]  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == rc, done.stderr
+        assert "Traceback" not in done.stderr
+        return json.loads(done.stdout) if rc == 0 else done.stderr
+
+    def files(self) -> set[tuple[str, str, str]]:
+        """(namespace, model, tenant) of the files that are there."""
+        rows = set()
+        for path in self.root.glob("tier/ns-*/*.data"):
+            parts = path.stem.split("@")
+            rows.add((path.parent.name, parts[0], parts[4] if len(parts) > 4 else ""))
+        return rows
+
+    def calls(self) -> list[str]:
+        path = self.root / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Base:
+    return Base(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, model, tenant",
+    [
+        ("org-SEP-m@0x01@0@ab.data", "org/m", "-"),
+        ("m@0x01@0@ab@s.a-l_t.data", "m", digest("s.a-l_t")),
+        ("m@0x01@0@ab@s.tmp", "m", digest("s")),
+        ("m@0x01@0@ab@s@t.data", None, None),
+        ("m@0x01@ab.data", None, None),
+        ("m@0x01@0@ab.bin", None, None),
+    ],
+)
+def test_the_name_of_a_file_tells_model_and_tenant(
+    name: str, model: str | None, tenant: str | None
+) -> None:
+    assert parse(name) == (model, tenant)
+
+
+@pytest.mark.parametrize(
+    "wanted, yes",
+    [
+        ("/var/lib/kvhost/models/builtin-0123", True),
+        ("builtin-0123", True),
+        ("builtin", True),
+        ("built", False),
+        ("/var/lib/kvhost/models", False),
+        ("org/name", False),
+    ],
+)
+def test_a_model_is_named_by_its_path_or_its_last_part(wanted: str, yes: bool) -> None:
+    assert is_model("/var/lib/kvhost/models/builtin-0123", wanted) is yes
+
+
+def test_a_model_of_the_hub_is_named_as_there() -> None:
+    path = "/b/models/org--name--0123456789ab"
+    assert is_model(path, "org/name")
+    assert not is_model(path, "org/nam")
+    assert not is_model(path, "org")
+
+
+def test_look_counts_and_never_shows_a_salt(base: Base) -> None:
+    found = base.call("look")
+    assert (found["files"], len(found["rows"]), found["current"]) == (12, 12, NOW)
+    assert found["bytes"] >= 12 * 100
+    assert "ann" not in json.dumps(found)
+    assert digest("ann") in json.dumps(found)
+    assert base.calls() == []
+
+
+@pytest.mark.parametrize(
+    "words, gone",
+    [
+        (("--tenant-sha256", digest("ann")), lambda ns, m, t: t == "ann"),
+        (("--tenant-sha256", "-"), lambda ns, m, t: t == ""),
+        (("--model", "llama"), lambda ns, m, t: "llama" in m),
+        (("--model", "org/other"), lambda ns, m, t: "other" in m),
+        (("--namespace", NOW), lambda ns, m, t: ns == NOW),
+        (("--namespace", OLD, "--tenant-sha256", digest("bob")),
+         lambda ns, m, t: ns == OLD and t == "bob"),
+        (("--tenant-sha256", digest("nobody")), lambda ns, m, t: False),
+    ],
+)  # fmt: skip
+def test_what_was_named_goes_and_nothing_else(
+    base: Base, words: tuple[str, ...], gone: Any
+) -> None:
+    wanted = {row for row in base.files() if not gone(*row)}
+    base.call("remove", *words)
+    assert base.files() == wanted
+    assert (base.root / "tier/.kvhost-tier").exists()
+
+
+def test_what_holds_it_in_memory_is_stopped_before_and_started_after(base: Base) -> None:
+    base.call("remove", "--tenant-sha256", digest("ann"))
+    assert base.calls() == ["status 12", "stop runner cache 12", "start cache runner 8"]
+
+
+def test_what_did_not_run_stays_stopped(base: Base) -> None:
+    (base.root / "stopped").touch()
+    base.call("remove", "--model", "llama")
+    assert not [call for call in base.calls() if call.startswith("start")]
+
+
+def test_a_namespace_that_is_not_in_use_goes_whole_and_nothing_is_restarted(base: Base) -> None:
+    base.call("remove", "--namespace", OLD)
+    assert base.calls() == []
+    assert not (base.root / "tier" / OLD).exists()
+    assert (base.root / "tier" / NOW).exists()
+
+
+def test_services_that_do_not_stop_keep_everything(base: Base) -> None:
+    (base.root / "no-stop").touch()
+    before = base.files()
+    assert "nothing was removed" in base.call("remove", "--model", "llama", rc=1)
+    assert base.files() == before
+
+
+def test_a_link_in_the_place_of_a_namespace_is_not_followed(base: Base) -> None:
+    away = base.root / "away"
+    (base.root / "tier" / OLD).rename(away)
+    (base.root / "tier" / OLD).symlink_to(away)
+    before = set(away.iterdir())
+    base.call("remove", "--model", "llama", rc=1)
+    assert set(away.iterdir()) == before
+
+
+def test_remove_wants_to_know_what(base: Base) -> None:
+    done = base.call("remove", rc=2)
+    assert "remove needs" in done
+    assert len(base.files()) == 12
+
+
+# The command
+
+
+class Hosts:
+    """In the place of pyinfra: notes what it is asked, answers as hosts would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: int = 3) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.args: list[tuple[str, ...]] = []
+        self.files = files
+        monkeypatch.setattr(cli, "pyinfra", self.run)
+
+    def run(self, inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        from kvhost import asking
+
+        self.asked.append(asking.question())
+        self.args.append(args)
+        row = {"namespace": NOW, "model": "/m", "tenant": digest("s3cret"), "files": 3, "bytes": 9}
+        found = {"rows": [row], "current": NOW, "files": self.files, "bytes": 9, "restarts": True}
+        asking.answer("h", found)
+        return 0
+
+
+def run(*words: str, typed: str = "") -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, ["purge", *words], input=typed)
+    return done.exit_code, done.output
+
+
+def test_it_asks_first_and_no_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch)
+    code, text = run("--tenant", "s3cret", typed="n\n")
+    assert code == 1
+    assert [asked["verb"] for asked in hosts.asked] == ["look"]
+    assert "3 files" in text
+    assert "not overwritten" in text
+    assert "restarted" in text
+
+
+def test_yes_is_yes_and_the_salt_travels_as_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch)
+    code, text = run("--tenant", "s3cret", "--yes", "--limit", "h")
+    assert code == 0
+    assert [asked["verb"] for asked in hosts.asked] == ["look", "remove"]
+    assert {asked["tenant_sha256"] for asked in hosts.asked} == {digest("s3cret")}
+    assert "s3cret" not in text + repr(hosts.asked) + repr(hosts.args)
+
+
+def test_a_salt_can_be_typed_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch)
+    code, text = run("--tenant", "-", typed="s3cret\ny\n")
+    assert code == 0
+    assert hosts.asked[1]["tenant_sha256"] == digest("s3cret")
+    assert "s3cret" not in text
+
+
+def test_without_a_selection_it_only_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch)
+    assert run()[0] == 0
+    assert [asked["verb"] for asked in hosts.asked] == ["look"]
+
+
+# With the real engine
+
+
+def ask(site: Site, tokens: list[int], salt: str | None) -> int:
+    """Cached tokens of a request."""
+    body: dict[str, Any] = {"model": "kvhost-builtin", "prompt": tokens, "max_tokens": 1}
+    if salt is not None:
+        body["cache_salt"] = salt
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{site.ports[0]}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        usage = json.load(reply)["usage"]
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def shared_memory(site: Site) -> set[int]:
+    """The cache server's files in /dev/shm, by inode."""
+    return {p.stat().st_ino for p in Path("/dev/shm").iterdir() if site.base.name in p.name}
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+@pytest.mark.full
+def test_nothing_of_a_tenant_is_left_and_the_others_keep_theirs(site: Site) -> None:
+    if not (site.base / "current").exists():  # run by itself
+        assert site.up(verify="never").code == 0
+    tokens = [20 + n * 7 % 200 for n in range(1100)]  # four chunks of 256, and a rest
+    for salt in ("ann-5a1t", "bob-5a1t", None):
+        assert ask(site, tokens, salt) == 0
+        assert ask(site, tokens, salt) >= 1024
+    pids = [site.record(name)["pid"] for name in ("cache", "runner")]
+    pools = shared_memory(site)
+    assert pools
+    done = site.run(".venv/bin/kvhost", "purge", "--tenant", "ann-5a1t", "--yes", *site.arguments())
+    assert done.code == 0, done.text[-3000:]
+    assert "removed 4 files" in done.text
+    assert "ann-5a1t" not in done.text
+    left = [path.name for path in (site.base / "tier").glob("ns-*/*")]
+    assert not [name for name in left if "ann-5a1t" in name]
+    assert len([name for name in left if "bob-5a1t" in name]) == 4
+    assert [site.record(name)["pid"] for name in ("cache", "runner")] != pids  # memory is new
+    assert shared_memory(site).isdisjoint(pools)
+    assert ask(site, tokens, "ann-5a1t") == 0  # nowhere
+    assert ask(site, tokens, "bob-5a1t") >= 1024  # from the files
+    assert ask(site, tokens, None) >= 1024
+    # a whole model: not one file, and nobody's prompt is known
+    model = site.run(".venv/bin/kvhost", "purge", "--model", "builtin", "--yes", *site.arguments())
+    assert model.code == 0, model.text[-3000:]
+    assert not list((site.base / "tier").glob("ns-*/*.data"))
+    assert [ask(site, tokens, salt) for salt in ("ann-5a1t", "bob-5a1t", None)] == [0, 0, 0]

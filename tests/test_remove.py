@@ -1,0 +1,237 @@
+"""Uninstall: what the receipt lists goes and nothing else, and a run that is killed is completed.
+
+A directory as a deploy leaves it, small processes in the place of the services; the whole way with
+the real engine is in the full tier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e_tools import Site
+
+ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"
+SERVICES = """
+import pathlib, sys
+base = pathlib.Path(sys.argv[sys.argv.index("--base") + 1])
+with (base / "calls").open("a") as calls:
+    calls.write(sys.argv[-1] + str((base / "etc").exists()) + "\\n")
+sys.exit((base / "no-stop").exists())
+"""
+USER = pwd.getpwuid(os.geteuid()).pw_name  # an account that is not kvhost's: it stays
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes a user and mounts")
+
+
+class Base:
+    """What a deploy leaves, and files of others beside it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "kv"
+        self.tier = self.root / "tier"
+        self.unit = root / "units" / "kvhost-runner.service"
+        for name in ("bin", "lib", "etc", "secrets", "state/good", "envs/a/bin", "tools/t", "run",
+                     "uv-cache", "wheels", "locks", "home/.cache", "log", "models/builtin-1",
+                     "tier/ns-ab", "tier/others"):  # fmt: skip
+            (self.root / name).mkdir(parents=True)
+        self.unit.parent.mkdir()
+        scripts = {f"bin/{p.name}": p.read_text() for p in ONHOST.glob("[a-z]*.py")}
+        scripts["bin/services.py"] = SERVICES
+        files = {"etc/vllm.yaml": "a: 1", "etc/cache.json": "{}"}
+        for name, text in {**scripts, **files, "lib/kvhost_guard.py": "x"}.items():
+            (self.root / name).write_text(text)
+        self.unit.write_text("[Unit]")
+        more = (
+            *("secrets/api-key", "envs/a/bin/python", "state/verified.json", "run/cache.json"),
+            *("models/builtin-1/w", "tier/ns-ab/k.data", "tier/.kvhost-tier", "tier/others/x"),
+            *("state/run.lock", "state/run.lock.guard", "log/cache.log"),
+        )
+        for name in more:
+            (self.root / name).write_text("x")
+        (self.root / "current").symlink_to(self.root / "envs/a")
+        receipt = {
+            "files": {**{str(self.root / n): "d" for n in files}, str(self.unit): "d"},
+            "scripts": {str(self.root / n): "d" for n in (*scripts, "lib/kvhost_guard.py")},
+        }
+        (self.root / "state/receipt.json").write_text(json.dumps(receipt))
+        (self.root / "state/packages").write_text("libnuma1\nlibnuma1 ca-certificates\n")
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        script = (ONHOST / "uninstall.py").read_text()
+        argv = [sys.executable, "-", "--base", str(self.root), "--tier", str(self.tier)]
+        return subprocess.run(
+            [*argv, "--user", USER, *words], input=script, env={**os.environ, **env},
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+
+    def call(self, *words: str, rc: int = 0) -> Any:
+        done = self.run(*words)
+        assert done.returncode == rc, done.stderr
+        assert "Traceback" not in done.stderr
+        return json.loads(done.stdout) if rc == 0 else done.stderr
+
+    def left(self) -> set[str]:
+        """Files that are left, relative to base_dir."""
+        return {
+            str(p.relative_to(self.root))
+            for p in self.root.rglob("*")
+            if not p.is_dir() or p.is_symlink()
+        } - {"calls"}
+
+
+CACHE = {"tier/ns-ab/k.data", "tier/.kvhost-tier"}
+MODELS = {"models/builtin-1/w"}
+GUARD = {"state/run.lock", "state/run.lock.guard"}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Base:
+    return Base(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        ((), CACHE | MODELS),
+        (("--caches",), MODELS),
+        (("--models",), CACHE),
+        (("--caches", "--models"), set()),
+    ],
+)
+def test_what_is_kvhosts_goes_and_cache_and_models_only_when_asked(
+    base: Base, words: tuple[str, ...], kept: set[str]
+) -> None:
+    base.call(*words)
+    assert base.left() == kept | {"tier/others/x"} | GUARD
+    assert not base.unit.exists()
+    assert (base.root / "calls").read_text() == "shutdownTrue\n"  # before anything went
+
+
+def test_what_is_not_kvhosts_stays_and_is_named(base: Base) -> None:
+    mine = {"mine.txt", "etc/mine.conf", "bin/mine.sh", "secrets/mine", "lib/mine.py"}
+    for name in mine:
+        (base.root / name).write_text("mine")
+    stays = " ".join(base.call("--check")["stays"])
+    assert all(str(base.root / name) in stays for name in mine)
+    base.call("--caches", "--models")
+    assert base.left() == mine | {"tier/others/x"} | GUARD
+
+
+def test_check_changes_nothing_and_tells_the_sizes_and_the_packages(base: Base) -> None:
+    before = base.left()
+    found = base.call("--check")
+    assert base.left() == before
+    assert not (base.root / "calls").exists()
+    rows = {row["path"]: row["bytes"] for row in found["remove"]}
+    assert rows[str(base.root / "envs")] > 0
+    assert str(base.root / "models") not in rows
+    stays = " ".join(found["stays"])
+    for word in ("ca-certificates, libnuma1", "remove_cache", "remove_models", f"user {USER}"):
+        assert word in stays
+    assert found["user"] is False  # it is not kvhost's own
+
+
+def test_the_second_time_nothing_is_there_to_do(base: Base) -> None:
+    base.call()
+    before = base.left()
+    assert base.call("--check")["remove"] == []
+    base.call()
+    assert base.left() == before
+
+
+def test_without_anything_of_others_the_directory_itself_goes(base: Base) -> None:
+    (base.root / "tier/others/x").unlink()
+    (base.root / "tier/others").rmdir()
+    (base.root / "tier/ns-ab/.hidden").write_text("x")
+    (base.root / "calls").write_text("")
+    (base.root / "bin/services.py").write_text("")
+    (base.root / "calls").unlink()
+    base.call("--caches", "--models")
+    assert not base.root.exists()
+
+
+@pytest.mark.parametrize("step", ["current", "envs", "log", "api-key", "etc", "bin", "ns-ab"])
+def test_killed_at_a_step_the_next_run_completes_it(base: Base, step: str) -> None:
+    done = base.run("--caches", KVHOST_TEST_DIE_AFTER=f"uninstall:{step}")
+    assert done.returncode == -9
+    assert (base.root / "state/receipt.json").exists()
+    base.call("--caches")
+    assert base.left() == MODELS | {"tier/others/x"} | GUARD
+
+
+def test_services_that_do_not_stop_keep_everything(base: Base) -> None:
+    (base.root / "no-stop").touch()
+    before = base.left()
+    assert "nothing was removed" in base.call(rc=1)
+    assert base.left() == before
+
+
+def test_a_process_that_runs_from_there_keeps_everything(base: Base) -> None:
+    (base.root / "envs/a/bin/sleep").symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(base.root / "envs/a/bin/sleep"), "60"])
+    try:
+        assert "still runs from" in base.call(rc=1)
+        assert (base.root / "envs").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_links_are_not_followed(base: Base, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "precious").write_text("x")
+    (base.root / "home/out").symlink_to(away)
+    (base.root / "log/out").symlink_to(away / "precious")
+    base.call("--caches", "--models")
+    assert (away / "precious").read_text() == "x"
+
+
+@root_only
+def test_a_mount_stays_with_what_is_on_it(base: Base) -> None:
+    place = base.root / "home/mnt"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(place)], check=True)
+    try:
+        (place / "data").write_text("x")
+        assert f"the mount {place}" in base.call("--check")["stays"]
+        base.call()
+        assert (place / "data").read_text() == "x"
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    base.call()
+    assert not (base.root / "home").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_provisioned_host_loses_all_of_it_and_can_be_provisioned_again(site: Site) -> None:
+    if not (site.base / "current").exists():  # run by itself
+        assert site.up(verify="never").code == 0
+    argv = (".venv/bin/pyinfra", "inventory.py", "remove.py", "-y", *site.arguments())
+    planned = site.run(*argv, "--dry")
+    assert str(site.base / "envs") in " ".join(planned.text.split())
+    assert site.base.joinpath("current").exists()
+    done = site.run(*argv)
+    assert done.code == 0, done.text[-3000:]
+    assert "remove_cache" in done.text
+    left = {p.name for p in site.base.iterdir()}
+    assert left <= {"tier", "models", "state"}
+    assert [p.name for p in (site.base / "state").iterdir()] == ["run.lock.guard"]
+    assert not [p for p in Path("/dev/shm").iterdir() if site.base.name in p.name]
+    again = site.run(*argv)
+    assert again.code == 0
+    assert again.changed() == []
+    done = site.run(*argv, "--data", "remove_cache=true", "--data", "remove_models=true")
+    assert done.code == 0, done.text[-3000:]
+    assert not site.base.exists()
+    assert subprocess.run(["id", "kvhost"], capture_output=True, check=False).returncode != 0
+    assert site.run(*argv).code == 0
