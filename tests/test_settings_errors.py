@@ -16,6 +16,7 @@ from tests.settings_cases import DEFAULTS, HF_TOKEN, PYINFRA, SHA, check, refuse
 
 # Written out, so that a flag that falls out of the table is missed.
 MUST_BE_DENIED = (
+    *("--enable-log-requests", "--enable-log-outputs"),
     *("--api-key", "--block-size", "--code-revision", "--config", "--default-mm-loras"),
     *("--disable-log-stats", "--dtype", "--enable-lora", "--enable-prompt-tokens-details"),
     *("--enable-ssl-refresh", "--grpc", "--grpc-port", "--headless", "--help", "--hf-token"),
