@@ -38,6 +38,7 @@ class State:
 
     ``finding``: kind that the report must name, one of those of onhost/drive_probe.py; "data" where
     no header tells and only reading every byte does. ``source``: what the state was made by.
+    ``compare``: bytes from the start that must stay; None for all of them.
     """
 
     name: str
@@ -50,6 +51,7 @@ class State:
     read_only: bool = False
     partitions: bool = False
     use: Use | None = None
+    compare: int | None = None
 
 
 def write(loop: Loop, offset: int, content: bytes) -> None:
@@ -310,8 +312,12 @@ REMAINS = (
           steps(XFS, tool("wipefs", "-q", "-a", "DEV")), mib=320),
     State("ext4-start-lost", "ext4, its first MiB overwritten", "leftover", "mkfs.ext4",
           steps(EXT4, put(0, bytes(MIB)))),
-    State("kvhost-label", "the label of kvhost without its marker", "signature", "mkfs.xfs",
+    State("kvhost-label", "the label of kvhost, and no marker", "signature", "mkfs.xfs",
           tool("mkfs.xfs", "-q", "-L", "kvhost", "DEV"), mib=320),
+    State("kvhost-names", "partition and label called kvhost, and no marker", "partition_table",
+          "mkfs.ext4", steps(tool("sfdisk", "-q", "DEV", stdin='label: gpt\nname="kvhost"\n'),
+                             on_partition("mkfs.ext4", "-q", "-L", "kvhost", "DEV")),
+          partitions=True),
     State("noise", "noise from end to end", "data", "random bytes", noise(0, 64 * MIB)),
     State("noise-start", "noise in the first MiB", "data", "random bytes", noise(0, MIB)),
     State("noise-late", "zeros, then noise from 48 MiB on", "data", "random bytes",
@@ -336,14 +342,15 @@ IN_USE = (
           use=mount_partition),
     State("mounted-elsewhere", "mounted in another mount namespace", "busy", "unshare", EXT4,
           use=mounted_elsewhere),
-    State("swap-on", "swap space in use", "swap", "swapon", tool("mkswap", "DEV"), use=swapped_on),
+    State("swap-on", "swap space in use", "swap", "swapon", tool("mkswap", "DEV"), use=swapped_on,
+          compare=4096),  # the kernel itself writes to the rest, whenever it likes
     State("open-to-write", "blank, open for writing in a process", "in_use", "open(2)", nothing,
           use=opened("os.O_RDWR")),
     State("open-to-read", "blank, open for reading in a process", "in_use", "open(2)", nothing,
           use=opened("os.O_RDONLY")),
     State("open-exclusive", "blank, held exclusively by a process", "busy", "open(2)", nothing,
           use=opened("os.O_RDWR | os.O_EXCL")),
-    State("loop-on-top", "blank, the file of another loop device", "in_use", "losetup", nothing,
+    State("loop-on-top", "blank, the file of another loop device", "holder", "losetup", nothing,
           use=loop_on_top),
     State("read-only", "blank, read-only", "read_only", "losetup --read-only", nothing,
           read_only=True),

@@ -36,6 +36,27 @@ def test_a_digest_is_the_sha256_of_all_bytes_and_sees_one_that_changed(tmp_path:
         assert digest(one) == before
 
 
+def test_a_digest_of_the_start_sees_only_that(tmp_path: Path) -> None:
+    with Loops(tmp_path) as loops:
+        one = loops.make("one", 4 * MIB)
+        write(one.node, 4095, b"x")
+        before = digests([one], {"one": 4096})["one"]
+        assert before == hashlib.sha256(one.image.read_bytes()[:4096]).hexdigest()
+        write(one.node, 4096, b"x" * 4096)
+        assert digests([one], {"one": 4096})["one"] == before
+        write(one.node, 0, b"x")
+        assert digests([one], {"one": 4096})["one"] != before
+
+
+def test_no_partition_stays_behind(tmp_path: Path) -> None:
+    with Loops(tmp_path) as loops:
+        made = loops.make("parts", 8 * MIB)
+        subprocess.run(["sfdisk", "-q", made.node], input="label: gpt\n,,\n", text=True, check=True)
+        assert made.scan_partitions()
+        loops.detach(made)
+        assert not made.partitions()
+
+
 def test_each_device_gets_its_own_digest(tmp_path: Path) -> None:
     with Loops(tmp_path) as loops:
         made = [loops.make(name, size * MIB) for name, size in (("a", 1), ("b", 2), ("c", 1))]

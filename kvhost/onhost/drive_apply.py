@@ -25,6 +25,7 @@ if TYPE_CHECKING or __package__:
     from kvhost.onhost import (
         drive_fs,
         drive_fstab,
+        drive_gpt,
         drive_journal,
         drive_mount,
         drive_probe,
@@ -35,6 +36,7 @@ if TYPE_CHECKING or __package__:
 else:  # they lie beside this file on a host, where there is no package kvhost
     import drive_fs
     import drive_fstab
+    import drive_gpt
     import drive_journal
     import drive_mount
     import drive_probe
@@ -107,8 +109,10 @@ def same_findings(one: list[Data], other: list[Data]) -> bool:
 def existing(disk: Disk, order: Data) -> str | None:
     """Path of the kvhost filesystem on this disk, with its partition made known to the kernel;
     None if there is none."""
-    there = blkid(disk.path)
-    if there.get("PTTYPE") == "gpt" and 1 not in disk.partitions():
+    start = os.pread(disk.fd, 2 * disk.sector + drive_gpt.ENTRIES * drive_gpt.ENTRY_BYTES, 0)
+    ours = drive_gpt.names(start, disk.sector) == [drive_gpt.NAME]
+    # the kernel is asked to read a table only if it may be ours; another drive is left as it is
+    if ours and blkid(disk.path).get("PTTYPE") == "gpt" and 1 not in disk.partitions():
         disk.reread_partitions(1)  # some kernels read no GPT by themselves
     parts = disk.partitions()
     if set(parts) != {1}:

@@ -105,6 +105,16 @@ def parse(read: Callable[[int, int], bytes], header_at: int, sector: int) -> tup
     return str(uuid.UUID(bytes_le=fields[9])), str(uuid.UUID(bytes_le=part))
 
 
+def names(first_bytes: bytes, sector: int) -> list[str]:
+    """Names of the partitions in the primary table, where one of ours would have them (entries of
+    128 bytes from sector 2 on); [] without a table. A look before the kernel is told to read it."""
+    if disk_guid(first_bytes, sector) is None:
+        return []
+    at = range(2 * sector, min(2 * sector + ENTRIES * ENTRY_BYTES, len(first_bytes)), ENTRY_BYTES)
+    used = [first_bytes[n : n + ENTRY_BYTES] for n in at if any(first_bytes[n : n + 16])]
+    return [one[56:128].decode("utf-16-le", "replace").rstrip("\0") for one in used]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("size", type=int, help="of the disk, in bytes")

@@ -7,6 +7,7 @@ read raises OSError; only a file that is known not to be there is None.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -89,13 +90,33 @@ def parent(name: str) -> str:
 
 
 def above(name: str) -> list[str]:
-    """A drive, its partitions and, on any layer, what is built on them (`holders`)."""
-    found, todo = [], [name]
+    """A drive, its partitions and, on any layer, what is built on them (`holders`, and loop devices
+    that have one of them for a file, which the kernel lists nowhere)."""
+    found, todo, loops = [], [name], loops_by_device()
     while todo:
         one = todo.pop(0)
         if one not in found:
             found.append(one)
             todo += partitions(one) + entries(block(one, "holders"))
+            todo += loops.get(text(block(one, "dev")) or "", [])
+    return found
+
+
+def loops_by_device() -> dict[str, list[str]]:
+    """ "major:minor" of a block device -> loop devices that have it, not a file, behind them."""
+    found: dict[str, list[str]] = {}
+    for name in all_names():
+        if not name.startswith("loop") or not text(block(name, "loop/backing_file")):
+            continue
+        try:
+            info = _loop_info(name)
+        except OSError as why:
+            if why.errno in (errno.ENXIO, errno.ENOENT):
+                continue  # it was given up meanwhile
+            raise
+        rdev = struct.unpack_from("<Q", info, 16)[0]  # lo_rdevice, 0 of a file
+        if rdev:
+            found.setdefault(f"{os.major(rdev)}:{os.minor(rdev)}", []).append(name)
     return found
 
 
@@ -273,14 +294,19 @@ def _loop(name: str) -> Data | None:
     path = text(block(name, "loop/backing_file"))
     if not path:
         return None
+    device, inode = struct.unpack_from("<QQ", _loop_info(name))
+    return {"path": path, "dev": device, "inode": inode}
+
+
+def _loop_info(name: str) -> bytes:
+    """struct loop_info64 of linux/loop.h."""
     fd = os.open(host("dev", name), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        info = bytearray(232)  # struct loop_info64, linux/loop.h
+        info = bytearray(232)
         fcntl.ioctl(fd, 0x4C05, info)  # LOOP_GET_STATUS64
+        return bytes(info)
     finally:
         os.close(fd)
-    device, inode = struct.unpack_from("<QQ", info)
-    return {"path": path, "dev": device, "inode": inode}
 
 
 def _by_ids(name: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -106,6 +106,9 @@ class Loops:
         node = Path(run(*argv, image).strip())
         loop = Loop(node, image, sector_size, read_only)
         self.made.append(loop)
+        if not partitions and loop.partitions():
+            # of what was attached here before, by somebody who left them
+            run("partx", "--delete", node)
         return loop
 
     def detach(self, loop: Loop) -> None:
@@ -113,6 +116,9 @@ class Loops:
         self.made.remove(loop)
         if not loop.is_ours():
             return
+        if loop.partitions():
+            # they would stay, and be partitions of whatever is attached to this node next
+            run("partx", "--delete", loop.node)
         subprocess.run(["losetup", "--detach", loop.node], capture_output=True, check=False)
         # of a device in use the kernel detaches it only later, by itself
         deadline = time.monotonic() + 5
@@ -140,11 +146,18 @@ def flush(loops: Iterable[Loop]) -> None:
         run("sync", loop.node)
 
 
-def digests(loops: Iterable[Loop]) -> dict[str, str]:
-    """Name of the image -> sha256 of all its bytes, taken by another process from the images."""
+def digests(loops: Iterable[Loop], first: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Name of the image -> sha256 of all its bytes, taken by another process from the images.
+
+    ``first``: name of an image -> how many bytes from its start are looked at, instead of all.
+    """
     wanted = list(loops)
     flush(wanted)
-    told = run(sys.executable, "-I", _DIGESTS, *(loop.image for loop in wanted))
+    named = [str(loop.image) for loop in wanted]
+    for n, loop in enumerate(wanted):
+        if limit := (first or {}).get(loop.image.stem):
+            named[n] += f"::{limit}"
+    told = run(sys.executable, "-I", _DIGESTS, *named)
     found = [line.split("  ", 1)[0] for line in told.splitlines()]
     return {loop.image.stem: one for loop, one in zip(wanted, found, strict=True)}
 

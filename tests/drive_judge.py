@@ -1,0 +1,115 @@
+"""What kvhost does with a drive in a state: by a whole run, and by an order that allows too much.
+
+One Row for each state; docs/drive-states.md is made of them (`python -m tests.drive_judge`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvhost.onhost import drive_mount, drive_probe
+from tests.drive_states import State, ready
+from tests.lab.loop import Loop, Loops, digests
+
+APPLY = Path(__file__).parents[1] / "kvhost/onhost/drive_apply.py"
+#: how many drives are there at once: every report looks at all of them
+BATCH = 8
+
+
+@dataclass
+class Row:
+    """``kinds``: of the findings. ``orders``: name of the forged order -> code of its refusal, or
+    what happened instead. ``harmed``: after what the digest was another one."""
+
+    state: State
+    kinds: list[str] = field(default_factory=list)
+    orders: dict[str, str] = field(default_factory=dict)
+    harmed: list[str] = field(default_factory=list)
+
+
+def forged_orders(found: dict[str, Any], mount: Path) -> dict[str, dict[str, Any]]:
+    """Orders as a plan would make them that overlooked what stands against it.
+
+    seen: it knew of everything and said yes; blank: it took the drive for an empty one; ours: it
+    took it for one that kvhost had formatted; wrong-token: it had a token of another drive.
+    """
+    base = {
+        "schema": 1,
+        "drive": found["device"],
+        "findings": found["findings"],
+        "action": "format",
+        "filesystem": "ext4",
+        "mount": str(mount),
+        "owner": pwd.getpwuid(65534).pw_name,
+        "token": None,
+        "blank_check": "full",
+    }
+    other = {**found["device"], "serial": "another drive"}
+    token = drive_probe.token(other, "0" * 32, found["findings"])
+    return {
+        "seen": base,
+        "blank": {**base, "findings": []},
+        "ours": {**base, "action": "mount"},
+        "wrong-token": {**base, "token": token},
+    }
+
+
+def give(order: dict[str, Any], folder: Path) -> str:
+    """The code of the refusal, or what happened instead, of drive_apply.py with this order."""
+    folder.mkdir(parents=True)
+    (folder / "fstab").write_text("# none\n")
+    (folder / "order.json").write_text(json.dumps(order))
+    done = subprocess.run(
+        [sys.executable, APPLY, "apply", "--order", folder / "order.json", "--state", folder,
+         "--fstab", folder / "fstab"],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if drive_mount.mounted_at(order["mount"]):  # it must not be; the next test starts clean
+        subprocess.run(["umount", order["mount"]], check=True)
+        drive_mount.change_immutable(order["mount"], False)
+    told = json.loads(done.stdout) if done.stdout.strip() else {}
+    if done.returncode == 3 and (folder / "fstab").read_text() == "# none\n":
+        return str(told["code"])
+    return f"NOT REFUSED (exit {done.returncode}): {done.stdout[-300:]}{done.stderr[-300:]}"
+
+
+def judge(states: Sequence[State], folder: Path) -> Iterator[Row]:
+    """The rows of these states; their drives are there at the same time, for so long."""
+    with Loops(folder / "images") as loops, ExitStack() as stack:
+        drives: dict[str, Loop] = {}
+        for state in states:
+            drives[state.name] = stack.enter_context(ready(loops, state, folder / "work"))
+        first = {state.name: state.compare for state in states if state.compare}
+        before = digests(drives.values(), first)
+        rows = {state.name: Row(state) for state in states}
+
+        def compare(after: str) -> None:
+            for name, digest in digests(drives.values(), first).items():
+                if digest != before[name]:
+                    rows[name].harmed.append(after)
+
+        def order(name: str) -> None:
+            found = drive_probe.probe(str(drives[name].node))
+            rows[name].kinds = sorted({one["kind"] for one in found["findings"]})
+            for kind, one in forged_orders(found, folder / f"mount-{name}").items():
+                rows[name].orders[kind] = give(one, folder / f"{kind}-{name}")
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(order, drives))
+        compare("a forged order")
+        yield from rows.values()
+
+
+def batches(states: Sequence[State]) -> Iterator[Sequence[State]]:
+    for start in range(0, len(states), BATCH):
+        yield states[start : start + BATCH]
