@@ -108,7 +108,7 @@ def parse(read: Callable[[int, int], bytes], header_at: int, sector: int) -> tup
 def names(first_bytes: bytes, sector: int) -> list[str]:
     """Names of the partitions in the primary table, where one of ours would have them (entries of
     128 bytes from sector 2 on); [] without a table. A look before the kernel is told to read it."""
-    if disk_guid(first_bytes, sector) is None:
+    if first_bytes[sector : sector + 8] != b"EFI PART":
         return []
     at = range(2 * sector, min(2 * sector + ENTRIES * ENTRY_BYTES, len(first_bytes)), ENTRY_BYTES)
     used = [first_bytes[n : n + ENTRY_BYTES] for n in at if any(first_bytes[n : n + 16])]
