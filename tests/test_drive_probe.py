@@ -19,14 +19,20 @@ from kvhost.drive_types import Drive
 from kvhost.onhost import drive_content, drive_magic, drive_probe, drive_sys, report_drives
 from kvhost.report import parse_drives
 from tests.lab.loop import MIB, Loop, Loops, digest
+from tests.lab.recipe import install
 
 pytestmark = [pytest.mark.drives]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="loop devices need root")
 SCRIPTS = Path(drive_probe.__file__).parent
 
 
+@pytest.fixture(scope="module")
+def tools() -> None:
+    install(("e2fsprogs", "gdisk"))
+
+
 @pytest.fixture
-def loops(tmp_path: Path) -> Iterator[Loops]:
+def loops(tmp_path: Path, tools: None) -> Iterator[Loops]:
     with Loops(tmp_path / "images") as made:
         yield made
 
@@ -194,6 +200,17 @@ def test_a_process_that_has_it_open_is_named(loops: Loops) -> None:
         assert f"({other.pid})" in finding.detail
         other.stdin.close()
     assert kinds(loop) == set()
+
+
+@as_root
+def test_a_loop_device_on_a_device_is_told_and_seen_through(loops: Loops) -> None:
+    loop = loops.make("blank", 64 * MIB)
+    upper = loops.attach(loop.node)
+    name = upper.node.name
+    assert [(f.kind, f.detail) for f in probed(loop).findings] == [
+        ("in_use", f"{name} is attached to {loop.node.name}")
+    ]
+    assert drive_sys.below(name)[:2] == [name, loop.node.name]
 
 
 @as_root

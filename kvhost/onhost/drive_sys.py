@@ -121,8 +121,8 @@ def loops_by_device() -> dict[str, list[str]]:
 
 
 def below(name: str) -> list[str]:
-    """A device and, on any layer, what it is built on: slaves, the drive of a partition, and the
-    filesystem that holds a loop device's file."""
+    """A device and, on any layer, what it is built on: slaves, the drive of a partition, and what
+    holds a loop device's file."""
     found, todo = [], [name]
     while todo:
         one = todo.pop(0)
@@ -143,7 +143,19 @@ def _device_of_file(path: str) -> str | None:
         found = os.stat(host(path))
     except OSError:
         return None  # deleted, or of another mount namespace: O_EXCL still says that it is used
-    return by_number(f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}")
+    dev = found.st_rdev if stat.S_ISBLK(found.st_mode) else found.st_dev
+    return by_number(f"{os.major(dev)}:{os.minor(dev)}")
+
+
+def loops_on(name: str) -> list[str]:
+    """Loop devices whose "file" is this very device: the kernel lists them nowhere as holders."""
+    loops = [one for one in all_names() if one.startswith("loop") and not is_partition(one)]
+    found = []
+    for loop in loops:
+        backing = text(block(loop, "loop/backing_file"))
+        if backing and backing.startswith("/dev/") and by_path(backing) == name:
+            found.append(loop)
+    return found
 
 
 def by_number(dev: str) -> str | None:
