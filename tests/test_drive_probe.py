@@ -208,7 +208,7 @@ def test_a_loop_device_on_a_device_is_told_and_seen_through(loops: Loops) -> Non
     upper = loops.attach(loop.node)
     name = upper.node.name
     assert [(f.kind, f.detail) for f in probed(loop).findings] == [
-        ("in_use", f"{name} is attached to {loop.node.name}")
+        ("holder", f"{name} (loop) is built on it")
     ]
     assert drive_sys.below(name)[:2] == [name, loop.node.name]
 

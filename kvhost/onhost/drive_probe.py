@@ -262,8 +262,6 @@ def _users(name: str, device: Data, context: Context) -> Found:
         if dev in context.users:
             who = context.users[dev]
             yield "in_use", f"{one} is open in {', '.join(who[:4])}"
-        for loop in drive_sys.loops_on(one):
-            yield "in_use", f"{loop} is attached to {one}"
         try:  # no write and no signal to udev: it is opened to read
             os.close(os.open(drive_sys.host("dev", one), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
         except OSError as why:

@@ -147,17 +147,6 @@ def _device_of_file(path: str) -> str | None:
     return by_number(f"{os.major(dev)}:{os.minor(dev)}")
 
 
-def loops_on(name: str) -> list[str]:
-    """Loop devices whose "file" is this very device: the kernel lists them nowhere as holders."""
-    loops = [one for one in all_names() if one.startswith("loop") and not is_partition(one)]
-    found = []
-    for loop in loops:
-        backing = text(block(loop, "loop/backing_file"))
-        if backing and backing.startswith("/dev/") and by_path(backing) == name:
-            found.append(loop)
-    return found
-
-
 def by_number(dev: str) -> str | None:
     link = host("sys/dev/block", dev)
     return Path(os.path.realpath(link)).name if link.exists() else None
