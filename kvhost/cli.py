@@ -98,6 +98,30 @@ def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None
     sys.exit(pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))
 
 
+@main.command(context_settings=_pass_all)
+@_inventory
+@_passed_on
+def storage(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
+    """Format and mount the claimed drive, without an engine."""
+    sys.exit(pyinfra(inventory, "storage.py", ("-y", *pyinfra_args)))
+
+
+@main.command(context_settings=_pass_all)
+@_inventory
+@_passed_on
+def release(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
+    """Stop the services and give the drive back; its data stay (docs/drives.md)."""
+    sys.exit(pyinfra(inventory, "release.py", ("-y", *pyinfra_args)))
+
+
+@main.command(context_settings=_pass_all)
+@_inventory
+@_passed_on
+def grow(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
+    """Have the drive's filesystem use a disk that became larger."""
+    sys.exit(pyinfra(inventory, "grow.py", ("-y", *pyinfra_args)))
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
 def status(as_json: bool) -> None:

@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from kvhost.settings import Settings
+
+Filesystem = Literal["xfs", "ext4", "btrfs"]
+
+FILESYSTEM_PACKAGES: dict[Filesystem, str] = {
+    "xfs": "xfsprogs",
+    "ext4": "e2fsprogs",
+    "btrfs": "btrfs-progs",
+}
+
+
+def drive_packages(settings: Settings) -> tuple[str, ...]:
+    """Debian packages that the claimed drive needs; none where no drive is claimed."""
+    if not settings.claims_a_drive:
+        return ()
+    return (
+        FILESYSTEM_PACKAGES[settings.drive_filesystem],
+        *(["mdadm"] if settings.drive_count > 1 else []),
+        *(["cryptsetup-bin"] if settings.drive_encrypt else []),
+    )
+
 
 def needed_packages(python: str) -> tuple[str, ...]:
     """Debian packages; a Python outside /usr/bin brings its own venv module."""

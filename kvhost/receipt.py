@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from kvhost import __version__
 from kvhost.locks import EngineLock
@@ -24,10 +25,12 @@ def make_receipt(
     namespace: Namespace,
     files: Mapping[str, str],
     scripts: Mapping[str, str],
+    drive: Mapping[str, Any] | None = None,
 ) -> str:
     """JSON text. ``files``: path -> content of what was rendered, ``scripts``: of kvhost's own
-    programs on the host; only their digests are kept."""
-    receipt = {
+    programs on the host; only their digests are kept. ``drive``: what drive_apply.py keeps of the
+    mounted drive (identity, UUID, options), None where none is claimed."""
+    receipt: dict[str, Any] = {
         "schema": SCHEMA,
         "kvhost": __version__,
         "settings": settings_digest(settings),
@@ -49,6 +52,8 @@ def make_receipt(
         "files": {path: _sha256(text.encode()) for path, text in sorted(files.items())},
         "scripts": {path: _sha256(text.encode()) for path, text in sorted(scripts.items())},
     }
+    if drive is not None:
+        receipt["drive"] = dict(drive)
     return json.dumps(receipt, indent=1, sort_keys=True) + "\n"
 
 

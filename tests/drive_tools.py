@@ -11,14 +11,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from kvhost.onhost import drive_mount, drive_probe
+from kvhost import claim as claims
+from kvhost.drive_order import drive_order
+from kvhost.onhost import drive_mount, drive_probe, report_drives
+from kvhost.report import parse_drives
+from kvhost.settings import Settings
 from tests.lab.loop import MIB, Loop, Loops
 
+Filesystem = Literal["xfs", "ext4", "btrfs"]
 ONHOST = Path(__file__).parents[1] / "kvhost" / "onhost"
 APPLY = ONHOST / "drive_apply.py"
-SMALL = {"xfs": 304 * MIB, "ext4": 32 * MIB, "btrfs": 112 * MIB}
+SMALL = {"xfs": 320 * MIB, "ext4": 72 * MIB, "btrfs": 272 * MIB}
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Host:
 
     folder: Path
     loops: Loops
-    filesystem: str = "ext4"
+    filesystem: Filesystem = "ext4"
     made: list[Loop] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -67,6 +72,23 @@ class Host:
             "blank_check": "full",
             **more,
         }
+
+    def claimed(self, loop: Loop, **settings: Any) -> dict[str, Any]:
+        """What the plan really hands on: claim() on a report of the drives, and its order."""
+        wanted = Settings(
+            drive_wwn=drive_probe.probe(str(loop.node))["device"]["wwn"],
+            drive_transport="loop",
+            drive_filesystem=self.filesystem,
+            cache_limit_gib=0.01,
+            free_floor_gib=0.001,
+            **settings,
+        )
+        here = {"drive_mount": str(self.mount), "service_user": pwd.getpwuid(65534).pw_name}
+        wanted = wanted.model_copy(update=here)  # unchecked: a test's own places
+        found = parse_drives(json.dumps(report_drives.drives(str(self.mount), str(self.state))))
+        claim = claims.claim(wanted, found)
+        assert not claim.refusals, claim.refusals
+        return drive_order(wanted, claim.claimed)
 
     def argv(self, order: dict[str, Any], what: str = "apply", *more: str) -> list[str]:
         path = self.state / "order.json"
@@ -135,7 +157,7 @@ class Host:
 
 
 @contextlib.contextmanager
-def host_with(folder: Path, filesystem: str = "ext4") -> Iterator[Host]:
+def host_with(folder: Path, filesystem: Filesystem = "ext4") -> Iterator[Host]:
     with Loops(folder / "images") as loops:
         host = Host(folder, loops, filesystem)
         try:

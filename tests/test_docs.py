@@ -22,7 +22,7 @@ from kvhost import (
     plan_upgrade,
 )
 from kvhost.onhost import abi_check, engine_pip
-from kvhost.packages import needed_packages
+from kvhost.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
 from kvhost.paths import HostPaths
 from kvhost.services import service_env
 from kvhost.settings import Settings
@@ -147,7 +147,17 @@ def test_every_option_of_pip_that_is_honoured_is_listed() -> None:
 
 def test_every_package_that_is_installed_is_a_hazard_by_name() -> None:
     hazards = page("docs/hazards.md")
-    for name in needed_packages("/opt/python/bin/python3"):
+    of_drives = {
+        name
+        for filesystem in FILESYSTEM_PACKAGES
+        for name in drive_packages(
+            Settings(
+                drive_serial="S1", drive_count=2, drive_encrypt=True, drive_filesystem=filesystem
+            )
+        )
+    }
+    assert len(of_drives) == 5
+    for name in (*needed_packages("/opt/python/bin/python3"), *of_drives):
         assert f"`{name}`" in hazards
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvhost.onhost import drive_mount
-from tests.drive_tools import SMALL, Host, host_with
+from tests.drive_tools import SMALL, Filesystem, Host, host_with
 from tests.lab.loop import MIB, digest
 from tests.test_drive_apply import is_whole
 
@@ -114,12 +114,12 @@ def test_a_foreign_drive_is_not_wiped_with_its_token(host: Host) -> None:
     ("filesystem", "step"),
     [("xfs", ""), ("btrfs", ""), ("ext4", ""), *(("xfs", step) for step in GROW_STEPS)],
 )
-def test_grown_with_the_disk(tmp_path: Path, filesystem: str, step: str) -> None:
+def test_grown_with_the_disk(tmp_path: Path, filesystem: Filesystem, step: str) -> None:
     capabilities = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
     if filesystem == "ext4" and not int(capabilities, 16) >> CAP_SYS_RESOURCE & 1:
         pytest.skip("ext4 is grown only with CAP_SYS_RESOURCE")
     with host_with(tmp_path, filesystem) as host:
-        size = max(SMALL[filesystem], 272 * MIB if filesystem == "btrfs" else 0)  # its least
+        size = SMALL[filesystem]
         loop = host.drive(size=size)
         assert host.apply(host.order(loop))["exit"] == 0
         (host.mount / "tier" / "file").write_text("KV")

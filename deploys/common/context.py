@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvhost.locks import EngineLock
 from kvhost.paths import HostPaths
@@ -50,6 +51,8 @@ class Run(Visit):
     python: str
     api_key: Secret | None
     hf_token: Secret | None
+    #: what onhost/drive_apply.py is to do with the claimed drive; None where none is claimed
+    drive_order: dict[str, Any] | None = None
 
     @property
     def env_dir(self) -> str:

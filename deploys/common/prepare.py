@@ -17,17 +17,19 @@ from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.rendered import vllm_yaml_of
 from deploys.common.runlock import is_dead
+from kvhost.drive_order import drive_order
 from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.matrix import LockInfo, load_matrix
 from kvhost.model_need import need_of
 from kvhost.namespace import digest_of, predicted_fields
 from kvhost.onhost import model_builtin
-from kvhost.packages import needed_packages
+from kvhost.packages import drive_packages, needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
+from kvhost.plan_drives import claim_of, drive_notes
 from kvhost.plan_host import minor
 from kvhost.plan_lock import choose_lock
-from kvhost.plan_types import Refusal, unreadable
+from kvhost.plan_types import Refusal, Stage, unreadable
 from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports import tell_summary
@@ -87,7 +89,10 @@ def all_settings() -> dict[str, Settings]:
 def gather(settings: Settings) -> HostReport:
     """The host's report, in one round trip. Raises ReportError if what came is none."""
     # which Python it will be is only known once the report is there
-    packages = sorted({p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}")})
+    packages = sorted(
+        {p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}")}
+        | set(drive_packages(settings))
+    )
     ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
     argv = [
         "--base-dir", settings.base_dir, "--tier-dir", settings.resolved_tier_dir,
@@ -103,11 +108,12 @@ def gather(settings: Settings) -> HostReport:
     return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
 
 
-def prepare(*, only_refusals: bool = False) -> Run | None:
+def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = None) -> Run | None:
     """Everything that is decided before a host is touched; None if the host is refused.
 
     Prints the plans of all hosts in one table as soon as the last is known; with
     ``only_refusals`` (a run that installs nothing) what stands against it, and nothing else.
+    ``stages``: a run of these alone; what stands against others is no reason, and no plan of it.
     """
     settings = all_settings()[host.name]
     try:
@@ -124,7 +130,9 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     info, lock_refusals = choose_lock(settings, report, matrix)
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
-    report = only_packages(report, needed_packages(python.path if python else "/usr/bin/python3"))
+    python_path = python.path if python else "/usr/bin/python3"
+    packages = (*needed_packages(python_path), *drive_packages(settings))
+    report = only_packages(report, packages)
     wheel = settings.engine_wheel if info.cuda is None else None
     try:
         lock = read_lock(REPO / "locks", info, version, wheel)
@@ -133,9 +141,16 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
     inputs = plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key)
     plan = make_plan(settings, report, inputs)
+    if stages is not None:
+        plan = Plan(
+            tuple(action for action in plan.actions if action.stage in stages),
+            tuple(refusal for refusal in plan.refusals if refusal.stage in stages),
+            tuple(drive_notes(settings, report)),
+        )
     show(Plan((), plan.refusals, ()) if only_refusals else plan)
-    if plan.refusals or python is None:
+    if plan.refusals or (python is None and stages is None):
         return None
+    claimed = claim_of(settings, report).claimed
     tell_summary(host.name)
     return Run(
         host=host.name,
@@ -145,10 +160,11 @@ def prepare(*, only_refusals: bool = False) -> Run | None:
         plan=plan,
         lock=lock,
         tools_digest=inputs.tools_digest,
-        python=python.path,
+        python=python_path,
         api_key=key,
         with_key=with_key,
         hf_token=token,
+        drive_order=drive_order(settings, claimed) if claimed else None,
     )
 
 

@@ -7,7 +7,7 @@ from deploys.common.facts import GUARD, scripts
 from deploys.common.operations import Directory, TextFile, directories, text_files
 from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
-from kvhost.packages import needed_packages
+from kvhost.packages import drive_packages, needed_packages
 
 
 def wanted_directories(run: Run) -> list[Directory]:
@@ -32,7 +32,7 @@ def inside_home(run: Run) -> tuple[str, ...]:
 def deploy(run: Run) -> None:
     debian_packages(
         name="host: packages",
-        packages=needed_packages(run.python),
+        packages=(*needed_packages(run.python), *drive_packages(run.settings)),
         note=f"{run.paths.state}/packages",
     )
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)

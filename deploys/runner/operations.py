@@ -12,8 +12,8 @@ from pyinfra.operations import files
 
 from deploys.common.back import go_back
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, connector_arguments
+from deploys.common.facts import CommandJson, JsonFile
+from deploys.common.operations import Commands, connector_arguments, executing, refuse, unknown_yet
 from deploys.common.ready import ready_command
 from deploys.common.rendered import (
     Late,
@@ -100,6 +100,13 @@ def receipt(run: Run) -> Commands:
     if late.resolved is None:
         yield not_resolved(late)
         return
+    drive = None
+    if run.drive_order is not None:
+        known = host.get_fact(JsonFile, path=run.paths.drive)
+        if known["status"] != "ok":
+            yield refuse(f"the drive's state: {known['why']}") if executing() else unknown_yet()
+            return
+        drive = known["data"]
     texts = {f"{run.paths.etc}/vllm.yaml": vllm_yaml(run), **service_texts(run, late)}
     text = make_receipt(
         run.settings,
@@ -110,6 +117,7 @@ def receipt(run: Run) -> Commands:
         namespace=late.namespace(run),
         files=texts,
         scripts=own_scripts(run),
+        drive=drive,
     )
     yield from files.put._inner(
         src=StringIO(text), dest=run.paths.receipt, user="root", group="root", mode="644",

@@ -18,6 +18,7 @@ import os
 import pwd
 import stat
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
@@ -46,6 +47,8 @@ else:  # they lie beside this file on a host, where there is no package kvhost
 
 Data = dict[str, Any]
 SCHEMA = 1
+#: findings that may be of a moment, and how often it is looked whether they stay
+PASSING, TRIES = frozenset({"in_use", "busy"}), 10
 KEYS = ("drive", "findings", "action", "filesystem", "mount", "owner")
 ACTIONS = ("keep", "adopt", "format", "mount")
 DRIVE_FILE = "drive.json"
@@ -60,7 +63,12 @@ STEPS = (
 def read_order(path: str) -> Data:
     """Raises OSError, ValueError that names everything that is wrong with it."""
     with open(path, encoding="utf-8") as handle:
-        order = json.load(handle)
+        return parse_order(handle.read())
+
+
+def parse_order(text: str) -> Data:
+    """As read_order, of its text."""
+    order = json.loads(text)
     if not isinstance(order, dict):
         raise ValueError("the order is not a JSON object")
     wrong = [f"{key} is missing" for key in KEYS if key not in order]
@@ -88,7 +96,12 @@ def read_order(path: str) -> Data:
 def probed(disk: Disk, order: Data) -> Data:
     """What drive_probe says of the held disk now. Raises Refused when that is another drive, or
     more or other things are found than the plan found."""
-    found = drive_probe.probe(disk.path)
+    planned = {f["kind"] for f in order["findings"]}
+    for _ in range(TRIES):
+        found = drive_probe.probe(disk.path)
+        if not {f["kind"] for f in found["findings"]} & PASSING - planned:
+            break
+        time.sleep(0.5)  # udev, or another look at all drives: it is over in a moment
     if found["status"] != "ok":
         why = f"{disk.path} could not be looked at: {found['why']}"
         raise Refused("drive_unreadable", why, findings=found["findings"])
@@ -172,7 +185,7 @@ class Apply:
         if path is not None and (stage is None or stage == "made"):
             self.recognised(path, journal if stage else None)
             return path
-        if action != "format":
+        if action != "format" and stage is None:
             why = f"{disk.path} holds no filesystem of kvhost's (label and partition name kvhost)"
             raise Refused("not_ours", why)
         found = probed(disk, self.order)
@@ -381,17 +394,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("apply", "check"))
-    parser.add_argument("--order", required=True, help="the order, a JSON file")
+    parser.add_argument("--order", help="the order, a JSON file")
+    parser.add_argument("--order-text", help="the order itself, for check")
     parser.add_argument("--state", help="directory of the journal; that of the order without it")
     parser.add_argument("--fstab", default="/etc/fstab")
     parser.add_argument("--dry-run", action="store_true", help="look, judge, write nothing")
     args = parser.parse_args()
+    if bool(args.order) == bool(args.order_text) or not (args.order or args.state):
+        parser.error("needs --order, or --order-text and --state")
     state = args.state or os.path.dirname(os.path.abspath(args.order))
     answer: Data
     try:
         if os.geteuid() != 0:
             raise ValueError("this needs root")
-        order = read_order(args.order)
+        order = parse_order(args.order_text) if args.order_text else read_order(args.order)
     except (OSError, ValueError) as error:
         print(json.dumps({"status": "unusable", "why": str(error)}))
         return 2

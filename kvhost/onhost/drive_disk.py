@@ -27,6 +27,7 @@ BLKGETSIZE64 = 0x80081272
 BLKSSZGET = 0x1268
 BLKRRPART = 0x125F
 LOCK_WAIT_S = 120.0
+EXCLUSIVE_WAIT_S = 4.0
 TOOL_ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 
 
@@ -169,11 +170,16 @@ class Disk:
         if self.exclusive_fd is not None:
             self.let_others_in()
         flags = (os.O_RDWR if writing else os.O_RDONLY) | os.O_EXCL | os.O_CLOEXEC
-        try:
-            fd = os.open(self.path, flags)
-        except OSError as error:
-            why = f"{self.path} is in use: it cannot be opened for ourselves alone ({error})"
-            raise Refused("drive_busy", why) from error
+        deadline = time.monotonic() + EXCLUSIVE_WAIT_S
+        while True:
+            try:
+                fd = os.open(self.path, flags)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    why = f"{self.path} is in use: it cannot be opened for us alone ({error})"
+                    raise Refused("drive_busy", why) from error
+            time.sleep(0.2)  # another one may look at all drives at this moment
         self.exclusive_fd = fd
         if maj_min(os.fstat(fd).st_rdev) != self.numbers:
             raise Refused("drive_swapped", f"{self.path} has come to lead to another drive")

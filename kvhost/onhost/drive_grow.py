@@ -54,6 +54,19 @@ def uuids(disk: Disk) -> tuple[str, str]:
     raise Refused("not_ours", f"{disk.path} has no whole table with one partition kvhost")
 
 
+def is_grown(state: str) -> bool:
+    """Whether the drive was last seen with the size that it has now."""
+    record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
+    now = drive_mount.mounted_at(record["mount"]) if record else None
+    if record is None or now is None:
+        return False
+    sizes = [
+        int(read_text(f"/sys/dev/block/{numbers}/size")) * 512
+        for numbers in drive_mount.disks_below(now.numbers)
+    ]
+    return sizes == [record["drive"]["size_bytes"]]
+
+
 def grow(state: str) -> Data:
     record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
     now = drive_mount.mounted_at(record["mount"]) if record else None
@@ -121,8 +134,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--state", required=True, help="state/ of base_dir")
+    parser.add_argument("--check", action="store_true", help='only {"ok": whether it is done}')
     args = parser.parse_args()
     answer: Data
+    if args.check:
+        print(json.dumps({"ok": is_grown(args.state)}))
+        return 0
     try:
         answer, code = grow(args.state), 0
     except Refused as error:

@@ -1,0 +1,24 @@
+"""Stage storage: the claimed drive, mounted; given back; grown. Without a claim it does nothing."""
+
+from __future__ import annotations
+
+from deploys.common.context import Run
+from deploys.storage.operations import drive, grow_drive, nothing_claimed, release_drive, wipe_drive
+
+
+def deploy(run: Run, *, asked: bool = False) -> None:
+    """``asked``: the run is for nothing else, so that a missing claim is an error."""
+    if run.drive_order is not None:
+        drive(name="storage: the drive", run=run)
+    elif asked:
+        nothing_claimed(name="storage: the drive")
+
+
+def release(run: Run) -> None:
+    release_drive(name="storage: the drive given back", run=run)
+    if run.settings.drive_erase is not None:
+        wipe_drive(name="storage: the drive wiped", run=run)
+
+
+def grow(run: Run) -> None:
+    grow_drive(name="storage: the filesystem grown", run=run)

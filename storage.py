@@ -1,0 +1,15 @@
+"""The claimed drive alone: `pyinfra inventory.py storage.py`. No engine is installed."""
+
+from deploys import host as host_stage
+from deploys import storage
+from deploys.common.prepare import prepare
+from deploys.common.refused import refused
+from deploys.common.runlock import take_lock
+
+run = prepare(stages=frozenset({"host", "storage"}))
+if run is None:
+    refused(name="refused: see the plan above")
+else:
+    take_lock(name="host: one run at a time", run=run)
+    host_stage.deploy(run)
+    storage.deploy(run, asked=True)
