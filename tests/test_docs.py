@@ -152,7 +152,7 @@ def test_every_package_that_is_installed_is_a_hazard_by_name() -> None:
         for filesystem in FILESYSTEM_PACKAGES
         for name in drive_packages(
             Settings(
-                drive_serial="S1", drive_count=2, drive_encrypt=True, drive_filesystem=filesystem
+                drive_model="S*", drive_count=2, drive_encrypt=True, drive_filesystem=filesystem
             )
         )
     }
