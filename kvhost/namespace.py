@@ -92,6 +92,15 @@ def namespace_of(
     return Namespace(fields, chunk_bytes(resolved, chunk_size))
 
 
+def predicted_versions(
+    last: Mapping[str, str], *, vllm: str, lmcache: str, torch: str
+) -> dict[str, str]:
+    """The versions that a lock will give, with the local part (+cpu.…) that vLLM's had last: a lock
+    does not tell it, and an upgrade of vLLM alone begins a new namespace too."""
+    _, plus, local = last.get("vllm", "").partition("+")
+    return {**last, "vllm": f"{vllm}{plus}{local}", "lmcache": lmcache, "torch": torch}
+
+
 def predicted_fields(
     last: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:

@@ -148,3 +148,11 @@ def test_the_same_inputs_are_resolved_once() -> None:
     }
     assert len(others) == 6
     assert first not in others
+
+
+def test_an_upgrade_of_vllm_alone_is_predicted_as_another_namespace() -> None:
+    last = {"vllm": "0.32.0+cpu.kvhost", "lmcache": "0.5.6", "torch": "2.13.0+cpu"}
+    same = {"vllm": "0.32.0", "lmcache": "0.5.6", "torch": "2.13.0+cpu"}
+    assert namespace.predicted_versions(last, **same) == last
+    newer = namespace.predicted_versions(last, **{**same, "vllm": "0.33.0"})
+    assert newer == {**last, "vllm": "0.33.0+cpu.kvhost"}

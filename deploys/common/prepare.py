@@ -22,7 +22,7 @@ from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.matrix import LockInfo, load_matrix
 from kvhost.model_need import need_of
-from kvhost.namespace import digest_of, predicted_fields
+from kvhost.namespace import digest_of, predicted_fields, predicted_versions
 from kvhost.onhost import model_builtin
 from kvhost.packages import drive_packages, needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
@@ -302,5 +302,7 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
     if settings.dtype != "auto":
         changes["dtype"] = settings.dtype
     if engine != lock.digest:
-        changes["versions"] = {**versions, "lmcache": lock.lmcache, "torch": lock.torch}
+        changes["versions"] = predicted_versions(
+            versions, vllm=lock.vllm, lmcache=lock.lmcache, torch=lock.torch
+        )
     return predicted_fields(last, changes)
