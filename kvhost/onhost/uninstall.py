@@ -234,6 +234,7 @@ class Host:
         for path in paths:  # what tells a later run that this one was not complete: last
             if path != receipt and path.startswith(self.path("state") + "/"):
                 remove_tree(path)
+                step_done(path)
         if there(receipt):
             os.unlink(receipt)
         self.leave()
