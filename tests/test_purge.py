@@ -294,6 +294,8 @@ def test_nothing_of_a_tenant_is_left_and_the_others_keep_theirs(site: Site) -> N
     for salt in ("ann-5a1t", "bob-5a1t", None):
         assert ask(site, tokens, salt) == 0
         assert ask(site, tokens, salt) >= 1024
+    logs = b"".join(p.read_bytes() for p in (site.base / "log").iterdir() if p.is_file())
+    assert b"-5a1t" not in logs  # a salt is half a key
     pids = [site.record(name)["pid"] for name in ("cache", "runner")]
     pools = shared_memory(site)
     assert pools
