@@ -24,6 +24,8 @@ import pathlib, sys
 base = pathlib.Path(sys.argv[sys.argv.index("--base") + 1])
 with (base / "calls").open("a") as calls:
     calls.write(sys.argv[-1] + str((base / "etc").exists()) + "\\n")
+if (base / "old").exists() and sys.argv[-1] == "uninstall":
+    sys.exit(2)  # argparse
 sys.exit((base / "no-stop").exists())
 """
 USER = pwd.getpwuid(os.geteuid()).pw_name  # an account that is not kvhost's: it stays
@@ -111,7 +113,7 @@ def test_what_is_kvhosts_goes_and_cache_and_models_only_when_asked(
     base.call(*words)
     assert base.left() == kept | {"tier/others/x"} | GUARD
     assert not base.unit.exists()
-    assert (base.root / "calls").read_text() == "shutdownTrue\n"  # before anything went
+    assert (base.root / "calls").read_text() == "uninstallTrue\n"  # before anything went
 
 
 def test_what_is_not_kvhosts_stays_and_is_named(base: Base) -> None:
@@ -166,6 +168,12 @@ def test_killed_at_a_step_the_next_run_completes_it(base: Base, step: str) -> No
     assert (base.root / "state/receipt.json").exists()
     base.call("--caches")
     assert base.left() == MODELS | {"tier/others/x"} | GUARD
+
+
+def test_services_of_a_version_that_knows_no_uninstall_are_shut_down(base: Base) -> None:
+    (base.root / "old").touch()
+    base.call()
+    assert "shutdownTrue" in (base.root / "calls").read_text()
 
 
 def test_services_that_do_not_stop_keep_everything(base: Base) -> None:

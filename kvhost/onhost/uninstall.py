@@ -27,10 +27,12 @@ from typing import Any
 TREES = ("envs", "tools", "uv-cache", "wheels", "locks", "home", "log", "run")
 #: directories in which others may have put files: only what is known goes
 MIXED = ("lib", "etc", "bin", "secrets")
+SERVICES = ("cache", "runner", "pruner")
 KNOWN = {
     "etc": (
         *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest"),
-        *("cache.json", "runner.json", "pruner.json"),
+        *(f"{name}.json" for name in SERVICES),
+        *(f"kvhost-{name}.service" for name in SERVICES),
     ),
     "secrets": ("api-key", "hf-token"),
 }
@@ -187,7 +189,11 @@ class Host:
         script = self.path("bin", "services.py")
         if there(script) and is_account(self.args.user):
             argv = [sys.executable, script, "--base", self.base, "--user", self.args.user]
-            if subprocess.run([*argv, "shutdown"], check=False, stdout=sys.stderr).returncode:
+            for verb in ("uninstall", "shutdown"):  # the first takes systemd's units away too
+                done = subprocess.run([*argv, verb], check=False, stdout=sys.stderr)
+                if done.returncode != 2:  # argparse: a services.py that does not know it
+                    break
+            if done.returncode != 0:
                 raise Trouble("the services could not be stopped: nothing was removed")
         units = [p for p in self.outside() if p.startswith("/etc/systemd/system/")]
         names = [os.path.basename(p) for p in units if "." in os.path.basename(p)]
