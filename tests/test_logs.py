@@ -198,7 +198,7 @@ def test_no_prompt_and_no_key_is_in_any_log_whatever_is_asked(site: Site) -> Non
         ("/v1/completions", {**good, "prompt": {"text": planted}}),
         ("/v1/completions", {**good, "cache_salt": planted + "@/"}),
         ("/v1/chat/completions", {**chat, "max_tokens": -1}),
-        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", {**chat, "max_tokens": 2}),
         ("/tokenize", {"model": "kvhost-builtin", "prompt": planted}),
     ]
     assert post(site, "/v1/completions", json.dumps(good).encode()) == 200
