@@ -92,6 +92,21 @@ def test_a_verdict_that_is_not_a_pass_after_a_switch_goes_back(provisioned: Site
     assert all(s["state"] == "RUNNING" and s["alive"] and s["current"] for s in states.values())
 
 
+def test_a_way_back_that_was_broken_off_is_completed_and_nothing_else_done(
+    provisioned: Site,
+) -> None:
+    old, path = environment(provisioned), provisioned.base / "state/failed.json"
+    failed = json.loads(path.read_text())
+    path.write_text(json.dumps({**failed, "state": "rolling back"}))
+    (provisioned.base / "current").unlink()
+    (provisioned.base / "current").symlink_to(failed["env"])  # as if it had not come to that
+    done = provisioned.up(pruner_interval_s=OTHER)
+    assert done.code == 1
+    assert "WENT BACK" in done.text
+    assert environment(provisioned) == old
+    assert json.loads(path.read_text()) == failed
+
+
 def test_the_next_run_says_what_failed_and_does_not_try_it_again(provisioned: Site) -> None:
     old, failed = environment(provisioned), generations(provisioned)["failed"]
     done = provisioned.up(pruner_interval_s=OTHER)
