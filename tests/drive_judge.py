@@ -10,7 +10,7 @@ import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,21 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from kvhost.onhost import drive_mount, drive_probe
+from tests.drive_runs import here, run
 from tests.drive_states import State, ready
 from tests.lab.loop import Loop, Loops, digests
 
 APPLY = Path(__file__).parents[1] / "kvhost/onhost/drive_apply.py"
+BASE = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e"))
+ORDERS = ("seen", "blank", "ours", "wrong-token")
 #: how many drives are there at once: every report looks at all of them
 BATCH = 8
 
 
 @dataclass
 class Row:
-    """``kinds``: of the findings. ``orders``: name of the forged order -> code of its refusal, or
+    """``kinds``: of the findings. ``refusals``: code -> what the plan of a whole run says; None
+    where no such run was made. ``orders``: name of the forged order -> code of its refusal, or
     what happened instead. ``harmed``: after what the digest was another one."""
 
     state: State
     kinds: list[str] = field(default_factory=list)
+    refusals: dict[str, str] | None = None
     orders: dict[str, str] = field(default_factory=dict)
     harmed: list[str] = field(default_factory=list)
 
@@ -83,7 +88,34 @@ def give(order: dict[str, Any], folder: Path) -> str:
     return f"NOT REFUSED (exit {done.returncode}): {done.stdout[-300:]}{done.stderr[-300:]}"
 
 
-def judge(states: Sequence[State], folder: Path) -> Iterator[Row]:
+def settings_for(loop: Loop) -> dict[str, Any]:
+    """A claim on this drive, small enough for all of them."""
+    return {
+        "base_dir": str(BASE),
+        "drive_transport": "loop",
+        "drive_serial": str(loop.image),
+        "drive_filesystem": "ext4",
+        "cache_limit_gib": 0.01,
+        "free_floor_gib": 0.001,
+    }
+
+
+def deploy(folder: Path, rows: Mapping[str, Row], drives: Mapping[str, Loop]) -> None:
+    """One run of deploy.py over all drives of which a plan can see that they are not blank."""
+    names = [name for name, row in rows.items() if row.state.in_plan]
+    if not names:
+        return
+    (folder / "run").mkdir()
+    ran = run(folder / "run", "deploy.py", {n: here(settings_for(drives[n])) for n in names})
+    if ran.code == 0:
+        raise AssertionError(f"deploy.py refused nothing: {ran.text[-3000:]}")
+    for name in names:
+        rows[name].refusals = ran.refusals(name)
+
+
+def judge(
+    states: Sequence[State], folder: Path, *, deploys: bool = True, orders: Sequence[str] = ORDERS
+) -> list[Row]:
     """The rows of these states; their drives are there at the same time, for so long."""
     with Loops(folder / "images") as loops, ExitStack() as stack:
         drives: dict[str, Loop] = {}
@@ -101,13 +133,17 @@ def judge(states: Sequence[State], folder: Path) -> Iterator[Row]:
         def order(name: str) -> None:
             found = drive_probe.probe(str(drives[name].node))
             rows[name].kinds = sorted({one["kind"] for one in found["findings"]})
-            for kind, one in forged_orders(found, folder / f"mount-{name}").items():
-                rows[name].orders[kind] = give(one, folder / f"{kind}-{name}")
+            forged = forged_orders(found, folder / f"mount-{name}")
+            for kind in orders:
+                rows[name].orders[kind] = give(forged[kind], folder / f"{kind}-{name}")
 
+        if deploys:
+            deploy(folder, rows, drives)
+            compare("deploy.py")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(order, drives))
         compare("a forged order")
-        yield from rows.values()
+        return list(rows.values())
 
 
 def batches(states: Sequence[State]) -> Iterator[Sequence[State]]:

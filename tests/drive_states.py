@@ -38,6 +38,7 @@ class State:
 
     ``finding``: kind that the report must name, one of those of onhost/drive_probe.py; "data" where
     no header tells and only reading every byte does. ``source``: what the state was made by.
+    ``in_plan``: the report is enough to refuse it; the others only the step that writes refuses.
     ``compare``: bytes from the start that must stay; None for all of them.
     """
 
@@ -52,6 +53,11 @@ class State:
     partitions: bool = False
     use: Use | None = None
     compare: int | None = None
+    only_apply: bool = False
+
+    @property
+    def in_plan(self) -> bool:
+        return self.finding != "data" and not self.only_apply
 
 
 def write(loop: Loop, offset: int, content: bytes) -> None:
@@ -317,7 +323,7 @@ REMAINS = (
     State("kvhost-names", "partition and label called kvhost, and no marker", "partition_table",
           "mkfs.ext4", steps(tool("sfdisk", "-q", "DEV", stdin='label: gpt\nname="kvhost"\n'),
                              on_partition("mkfs.ext4", "-q", "-L", "kvhost", "DEV")),
-          partitions=True),
+          partitions=True, only_apply=True),
     State("noise", "noise from end to end", "data", "random bytes", noise(0, 64 * MIB)),
     State("noise-start", "noise in the first MiB", "data", "random bytes", noise(0, MIB)),
     State("noise-late", "zeros, then noise from 48 MiB on", "data", "random bytes",
@@ -348,7 +354,7 @@ IN_USE = (
           use=opened("os.O_RDWR")),
     State("open-to-read", "blank, open for reading in a process", "in_use", "open(2)", nothing,
           use=opened("os.O_RDONLY")),
-    State("open-exclusive", "blank, held exclusively by a process", "busy", "open(2)", nothing,
+    State("open-exclusive", "blank, held exclusively by a process", "in_use", "open(2)", nothing,
           use=opened("os.O_RDWR | os.O_EXCL")),
     State("loop-on-top", "blank, the file of another loop device", "holder", "losetup", nothing,
           use=loop_on_top),
@@ -359,6 +365,13 @@ IN_USE = (
 )  # fmt: skip
 
 STATES = (*FILESYSTEMS, *LAYERS, *TABLES, *map(from_format, FORMATS), *REMAINS, *IN_USE)
+#: those of the core tier: what is met most, and whatever is found in another way than the others
+CORE = frozenset(
+    {state.name for state in (*LAYERS, *TABLES, *REMAINS, *IN_USE)}
+    | {"ext4", "ext4-4k", "xfs", "btrfs", "f2fs", "fat32", "exfat", "ntfs", "udf", "iso9660"}
+    | {"squashfs", "apfs", "zfs", "zfs-last", "md-0.90", "md-1.0", "md-1.2", "hfsplus", "vmfs"}
+    | {"bcachefs", "refs", "bluestore", "bitlocker", "isw-raid", "boot-code", "corestorage"}
+)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class Loops:
         return loop
 
     def detach(self, loop: Loop) -> None:
-        """Raises LabError if something still uses the device after five seconds."""
+        """Raises LabError if something still uses the device after 20 seconds."""
         self.made.remove(loop)
         if not loop.is_ours():
             return
@@ -121,7 +121,7 @@ class Loops:
             run("partx", "--delete", loop.node)
         subprocess.run(["losetup", "--detach", loop.node], capture_output=True, check=False)
         # of a device in use the kernel detaches it only later, by itself
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while loop.is_ours():
             if time.monotonic() > deadline:
                 raise LabError(f"{loop.node} ({loop.image.name}) is still in use")
