@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ TROUBLE = (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError)
 LOCAL = frozenset({"nvme", "sata", "sas", "scsi", "usb", "virtio", "xen", "mmc", "loop"})
 #: names of block devices that are no drives: layers, memory, optical and network devices
 NO_DRIVE = re.compile(r"(dm-|md|zram|ram|sr|fd|nbd|rbd|drbd|bcache|zd|pmem|nullb)\d?")
+#: seconds after which a drive that is still open, or held, is in use
+A_LOOK_S, LOOKS = 0.4, 4
 IDENTITY = ("by_id", "wwn", "serial", "model", "size_bytes", "backing")
 #: bits of the critical warning of an NVMe drive (NVMe base specification, log page 02h)
 WARNINGS = ("spare capacity is low", "temperature is out of range", "reliability is degraded",
@@ -68,6 +71,7 @@ class Context:
         self.swaps = self._of("swap devices", drive_sys.swaps, [])
         self.fstab = self._of("/etc/fstab", drive_sys.fstab, [])
         self.users, closed = self._of("open files", drive_sys.open_by_processes, ({}, 0))
+        self._later: dict[str, list[str]] | None = None
         # what the kernel itself holds is known all the same: see _users
         self.notes = [f"{closed} processes do not show what they have open"] if closed else []
         self.mounted: dict[str, list[drive_sys.Mount]] = {}
@@ -77,6 +81,19 @@ class Context:
                 self.mounted.setdefault(name, []).append(mount)
         of_system = [n for n, ms in self.mounted.items() if any(map(_is_system, ms))]
         self.system = {low for name in of_system for low in drive_sys.below(name)}
+
+    def lasting_users(self, dev: str) -> list[str]:
+        """Who has it open, now and a moment later: udev, smartd and the like only look at it.
+
+        Raises OSError. What only looks cannot harm: the step that writes asks again, holds the
+        drive and counts what is written to it.
+        """
+        if dev not in self.users:
+            return []
+        if self._later is None:
+            time.sleep(A_LOOK_S)
+            self._later, _ = drive_sys.open_by_processes()
+        return [who for who in self.users[dev] if who in self._later.get(dev, [])]
 
     def _of(self, what: str, read: Callable[[], Any], default: Any) -> Any:
         try:
@@ -259,15 +276,23 @@ def _users(name: str, device: Data, context: Context) -> Found:
     """Held by a filesystem, layer or swap of any namespace, or open in a process."""
     for one in (name, *device["partitions"]):
         dev = drive_sys.text(drive_sys.block(one, "dev")) or ""
-        if dev in context.users:
-            who = context.users[dev]
+        if who := context.lasting_users(dev):
             yield "in_use", f"{one} is open in {', '.join(who[:4])}"
+        if _is_held(one):
+            yield "busy", f"{one} is held by the kernel (filesystem, LVM, md, ZFS, swap, …)"
+
+
+def _is_held(name: str) -> bool:
+    """Whether somebody has it to himself, and for longer than a look takes."""
+    for look in range(LOOKS):
         try:  # no write and no signal to udev: it is opened to read
-            os.close(os.open(drive_sys.host("dev", one), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+            os.close(os.open(drive_sys.host("dev", name), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+            return False
         except OSError as why:
             if why.errno != errno.EBUSY:
-                raise OSError(f"/dev/{one} cannot be opened: {why.strerror}") from None
-            yield "busy", f"{one} is held by the kernel (filesystem, LVM, md, ZFS, swap, …)"
+                raise OSError(f"/dev/{name} cannot be opened: {why.strerror}") from None
+            time.sleep(A_LOOK_S / LOOKS * (look + 1 < LOOKS))
+    return True
 
 
 def _contents(name: str, device: Data, context: Context) -> Found:
