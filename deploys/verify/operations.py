@@ -156,7 +156,7 @@ def tell_last(run: Run, known: dict[str, Any]) -> None:
     )
 
 
-#: hosts whose test was left out because they are in use: nothing was measured, nothing failed
+#: hosts whose test was left out, because they are in use for instance: nothing has failed
 _not_measured: set[str] = set()
 
 
@@ -175,6 +175,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         check_writable(reports_dir())
     except OSError as error:
         host.log_styled(f"no report could be kept: {error}", fg="red", log_func=logger.error)
+        _not_measured.add(run.host)  # the controller's trouble, not the host's
         return False
     config, out = f"{run.paths.state}/verify.json", f"{run.paths.state}/evidence.json"
     how = connector_arguments()
@@ -212,13 +213,14 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
             Console(stderr=True).print(verdict_table(run.host, verdict))
             continue
         # nothing was measured: a table would be a list of what is missing
-        _not_measured.add(run.host)
         Console(stderr=True).print(headline(run.host, verdict))
         logger.info(
             f"    [{run.host}] the server is in use, and the test would restart it. What this run "
             "changed is in force; only the test was left out. When it may be disturbed:\n"
             "        kvhost verify --disrupt      (or --data disrupt=true)"
         )
+    if report.persisted != "FAIL" and any(evidence.refused for _, evidence in results):
+        _not_measured.add(run.host)
     logger.info(f"    [{run.host}] report: {path}")
     tell_summary(run.host, persisted=report.persisted, time=report.time)
     known = {"receipt": digest, "persisted": report.persisted, "time": report.time}
