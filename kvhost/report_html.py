@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvhost import __version__, report_svg
+from kvhost.foreign_model import ForeignEvidence
 from kvhost.report_svg import Bar, Point
 from kvhost.report_views import ROLES, SOURCES, EventView, HostView, Standing, event_views
 from kvhost.reports import Report
@@ -123,13 +124,17 @@ def _run(report: Report) -> dict[str, str]:
 def _tested(report: Report) -> list[tuple[str, str]]:
     """What was tested, in words: no paths of files, no prompts."""
     evidence = report.result.evidence
-    config = evidence.config
-    return [
-        ("model", config.model),
+    config, filesystem = evidence.config, evidence.filesystem
+    kind = filesystem.fstype if filesystem else None
+    rows = [
+        ("model", config.model or "not known"),
         ("prompt", f"{config.prompt_tokens} random tokens, chunks of {config.chunk_size}"),
-        ("filesystem of the tier", evidence.filesystem.fstype or "not known"),
-        *((name, version) for name, version in sorted(report.versions.items())),
+        ("filesystem of the tier", kind or "not known"),
     ]
+    if isinstance(evidence, ForeignEvidence):
+        where = f"{evidence.where.host}, as {evidence.where.user}"
+        rows.append(("the restart command ran on", where))
+    return rows + sorted(report.versions.items())
 
 
 def _environment() -> Environment:

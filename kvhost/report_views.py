@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvhost.evidence_model import Event
+from kvhost.evidence_model import Event, Evidence
 from kvhost.reports import Report, Result, host_folder, list_reports, load_report
 from kvhost.verdict_facts import Facts
+from kvhost.verdict_foreign_facts import ForeignFacts
 from kvhost.verdict_types import Cause, Condition, Persisted
 
 #: Where the tokens of a prompt came from, in the order of the bars.
@@ -70,19 +71,20 @@ class HostView:
         return "NONE" if latest is None or self.latest_unreadable else latest.persisted
 
 
-EVENT_TITLES: dict[Event, str] = {
+EVENT_TITLES: dict[Event | Literal["command"], str] = {
     "runner": "restart of the runner",
     "cache": "restart of the cache server",
     "both": "restart of both services",
     "kill": "kill -9 in the middle of a write",
     "reboot": "reboot of the host",
     "other": "a second runner that shares the tier",
+    "command": "restart by a command, of a server of others",
 }
 #: The requests that the charts show, in this order; further ones of a test are in its conditions.
 ROLES = ("cold", "warm", "restored", "control")
 
 
-def tokens_by_source(facts: Facts, role: str) -> Tokens:
+def tokens_by_source(facts: Facts | ForeignFacts, role: str) -> Tokens:
     """Tokens of a prompt by where they came from; empty where vLLM's counters do not tell.
 
     The cache server's split into L1 and L2 is used for what vLLM took from outside, never for
@@ -93,7 +95,7 @@ def tokens_by_source(facts: Facts, role: str) -> Tokens:
         return {}
     computed, engine, external = (part or 0.0 for part in parts)
     found = {"computed": computed, "engine": engine}
-    l1, l2 = facts.cache(role, "hit_l1_tokens"), facts.cache(role, "hit_l2_tokens")
+    l1, l2 = (facts.cache(role, f"hit_{tier}_tokens") for tier in ("l1", "l2"))
     if l1 is not None and l2 is not None and l1 + l2 >= external:
         found["l2"] = min(l2, external)
         found["l1"] = external - found["l2"]
@@ -104,14 +106,15 @@ def tokens_by_source(facts: Facts, role: str) -> Tokens:
 
 def event_view(result: Result) -> EventView:
     """One event of a report."""
-    verdict, facts = result.verdict, Facts(result.evidence)
+    verdict, evidence = result.verdict, result.evidence
+    facts = Facts(evidence) if isinstance(evidence, Evidence) else ForeignFacts(evidence)
     return EventView(
         name=verdict.event,
         title=EVENT_TITLES[verdict.event],
         persisted=verdict.persisted,
         worth_it=verdict.worth_it,
         summary=verdict.summary,
-        seconds=max(0.0, result.evidence.finished_unix - result.evidence.started_unix),
+        seconds=max(0.0, evidence.finished_unix - evidence.started_unix),
         ttft={
             "cold": verdict.ttft_cold_s,
             "warm": verdict.ttft_warm_s,

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvhost import __version__
 from kvhost.evidence_model import Evidence
+from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
 
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
@@ -56,7 +58,7 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verdict: Verdict
-    evidence: Evidence
+    evidence: Evidence | ForeignEvidence = Field(discriminator="schema_")
 
 
 class Report(BaseModel):
@@ -118,7 +120,9 @@ def host_folder(host: str) -> str:
     return f"{plain}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 
 
-def make_report(host: str, results: list[tuple[Verdict, Evidence]], at: datetime) -> Report:
+def make_report(
+    host: str, results: Sequence[tuple[Verdict, Evidence | ForeignEvidence]], at: datetime
+) -> Report:
     """A report of one run, at least one event; ``at`` must carry a time zone."""
     versions = {"kvhost": __version__}
     for _, evidence in results:

@@ -44,6 +44,46 @@ def _all_there(facts: Facts) -> bool:
     return 0 < written.new_files <= request.before.own_files
 
 
+def _found_none(facts: Facts, met: Met) -> bool:
+    """Nothing at all was found, although every file of the prompt lay there unchanged."""
+    return (
+        met.get("l2_hits") is False
+        and facts.cache("restored", "hit_l2_tokens") == 0
+        and _all_there(facts)
+    )
+
+
+def _new_files(facts: Facts) -> int | None:
+    request = facts.request("restored")
+    return request.files.new if request and request.files else None
+
+
+def _elsewhere(facts: Facts, met: Met) -> bool:
+    """The server stored the prompt once more, and not in this directory."""
+    stored = facts.cache("restored", "l2_stored_chunks")
+    return _found_none(facts, met) and bool(stored) and _new_files(facts) == 0
+
+
+def _other_names(facts: Facts, met: Met) -> bool:
+    """The prompt was written once more, under other names, beside the files of before."""
+    written, new = facts.evidence.written, _new_files(facts)
+    return _found_none(facts, met) and bool(written and new and new >= written.new_files)
+
+
+def _index_lost(facts: Facts, met: Met) -> bool:
+    """Nothing was found and nothing was written under another name."""
+    return _found_none(facts, met) and _new_files(facts) == 0
+
+
+def _in_memory(facts: Facts) -> bool:
+    return facts.evidence.filesystem.fstype in ("tmpfs", "ramfs")
+
+
+def _logged(facts: Facts, *words: str) -> bool:
+    lines = [line for log in facts.evidence.logs.values() for line in log.lines]
+    return any(word in line for line in lines for word in words)
+
+
 def _adapters(facts: Facts) -> float | None:
     request = facts.request("restored")
     page = request.after.cache if request and request.after else None
@@ -211,16 +251,50 @@ TABLE: tuple[Row, ...] = (
         _unfinished,
     ),
     Row(
+        "compiled-ops-missing",
+        "vLLM or LMCache runs without its compiled operations.",
+        "Run bin/up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR that"
+        " cannot be written).",
+        lambda f, m: _logged(f, "Failed to import from vllm._C", "No compute backend loaded"),
+    ),
+    Row(
+        "tier-in-memory",
+        "The tier lies on tmpfs: its files were gone after the event.",
+        "Put tier_dir on a drive: a tmpfs is empty after a reboot.",
+        lambda f, m: _missed(m) and _removed(f) and _in_memory(f),
+    ),
+    Row(
         "evicted",
         "The test's files were removed before the restored request.",
         "Look at the pruner's limit and at other clean-up on the directory; raise cache_limit_gib.",
         lambda f, m: _missed(m) and _removed(f),
     ),
     Row(
+        "namespace-changed",
+        "The files are there, but the cache server now writes to another directory.",
+        "Give the L2 adapter the base_path of before. kvhost's namespace follows model, dtype,"
+        " chunk size, versions and parallelism; what it held stays on the drive till it is purged.",
+        _elsewhere,
+    ),
+    Row(
+        "hash-seed-unstable",
+        "The same prompt was written anew under other names: its keys changed with the restart.",
+        "Set PYTHONHASHSEED=0 for every process, or a hash that does not depend on it; keep the"
+        " model's name, chunk size and parallelism.",
+        _other_names,
+    ),
+    Row(
+        "index-in-memory",
+        "The files are there, but were not found: their index was in the memory that is gone.",
+        "LMCache's local_disk never reads its directory again, in any release. Use LMCache's server"
+        " with an L2 adapter of type fs or fs_native, which looks the file up.",
+        _index_lost,
+    ),
+    Row(
         "keys-changed",
-        "The files are there, but were not found: namespace, keys or index changed.",
-        "The same directory, model string and chunk size must be used after the restart. An index"
-        " in memory only (`local_disk`) or an unstable hash seed (PYTHONHASHSEED) does the same.",
+        "The files are there, but not all of them were found: keys or index changed.",
+        "The same directory, model string and chunk size must be used after the restart; look in"
+        " the cache server's log for files that it could not read.",
         lambda f, m: _missed(m) and m.get("l2_hits") is False and _all_there(f),
     ),
     Row(

@@ -69,7 +69,8 @@ class Verdict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    event: Event = "both"
+    event: Event | Literal["command"] = "both"
+    """"command": the restart command of a server that kvhost did not install."""
     persisted: Persisted
     worth_it: Literal["yes", "no", "unknown"]
     summary: str

@@ -28,8 +28,10 @@ from kvhost.services import service_env
 from kvhost.settings import Settings
 from kvhost.verdict import RULES, Rule
 from kvhost.verdict_causes import PAGE, TABLE
+from kvhost.verdict_foreign_causes import TABLE as FOREIGN_TABLE
 
 REPO = Path(__file__).parents[1]
+CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}
 #: Words with a slash that begin like these are paths of the repository, not of a host.
 TOPS = ("deploys", "docs", "group_data", "inventories", "kvhost", "templates", "tests", "bench")
 
@@ -70,9 +72,15 @@ def names(cells: list[str]) -> set[str]:
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-@pytest.mark.parametrize("slug", [row.slug for row in TABLE])
+@pytest.mark.parametrize("slug", sorted(CAUSES))
 def test_every_cause_has_its_place_in_troubleshooting(slug: str) -> None:
     assert slug in anchors(page(PAGE))
+
+
+def test_every_cause_in_troubleshooting_is_one() -> None:
+    part = page(PAGE).partition("## The verdict is not PASS")[2]
+    part = re.split(r"(?m)^## ", part)[0]
+    assert set(re.findall(r"(?m)^### (.+)$", part)) == CAUSES
 
 
 def refusal_codes() -> Iterator[str]:

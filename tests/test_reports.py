@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli, report_html, report_svg, report_views, reports
-from kvhost.evidence_model import EVENTS, Event
+from kvhost.evidence_model import EVENTS, Event, Evidence
 from kvhost.report_junit import junit
 from kvhost.report_views import load_hosts, tokens_by_source
 from kvhost.reports import Report
@@ -58,7 +58,9 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 def test_tokens_are_told_apart_by_where_they_came_from() -> None:
-    facts = Facts(report_of(PASSING).result.evidence)
+    evidence = report_of(PASSING).result.evidence
+    assert isinstance(evidence, Evidence)
+    facts = Facts(evidence)
     assert tokens_by_source(facts, "cold") == {"computed": 8200}
     # the cache server looked the warm prompt up in L1, but the engine's own memory served it
     assert tokens_by_source(facts, "warm") == {"computed": 8, "engine": 8192}
@@ -393,7 +395,7 @@ def test_every_event_is_shown_and_the_worst_stands(tmp_path: Path) -> None:
 
 
 def test_every_event_has_a_title() -> None:
-    assert set(report_views.EVENT_TITLES) == set(EVENTS)
+    assert set(report_views.EVENT_TITLES) == {*EVENTS, "command"}
 
 
 # -- charts -----------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ CASES: tuple[Case, ...] = (
     Case("real: another prompt's KV planted", "FAIL", cause="wrong-kv-served", base="planted"),
     Case("real: half of the files removed", "FAIL", cause="evicted", base="half-deleted"),
     Case("real: half of the files truncated", "FAIL", cause="files-touched", base="truncated"),
-    Case("real: namespace changed", "FAIL", cause="keys-changed", base="namespace-changed"),
+    Case("real: namespace changed", "FAIL", cause="namespace-changed", base="namespace-changed"),
     Case("real: no connector", "FAIL", cause="connector-missing", base="no-connector"),
     Case("real: fs_native, the built-in model", "PASS", base="healthy-fs_native-builtin"),
     Case("real: on tmpfs", "INCONCLUSIVE", cause="page-cache-not-dropped", base="tmpfs"),
@@ -321,7 +321,7 @@ CASES: tuple[Case, ...] = (
     Case("load fails the request", "FAIL", failed("restored"), "load-failed"),
     Case("nothing is answered", "INCONCLUSIVE", both(failed("restored"), failed("control"))),
     Case("hit, but not loaded", "FAIL", restored_hits(HIT, external=0), "load-failed"),
-    Case("nothing found, files there", "FAIL", restored_hits(0), "keys-changed"),
+    Case("nothing found, files there", "FAIL", restored_hits(0), "index-in-memory"),
     Case(
         "files removed",
         "FAIL",

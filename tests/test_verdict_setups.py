@@ -1,0 +1,35 @@
+"""Broken set-ups: each gets the verdict that it must get, none is judged wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.verdict_setups import SETUPS, Setup, outcome, table
+
+pytestmark = pytest.mark.verdict
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.what)
+def test_setup(setup: Setup) -> None:
+    found = setup.judged()
+    unmet = [(c.id, c.figure) for c in found.conditions if c.met is not True]
+    assert outcome(setup) == (setup.persisted, setup.cause), unmet
+
+
+def test_there_are_many_and_each_is_there_once() -> None:
+    assert len(SETUPS) >= 30
+    assert len({(setup.what, setup.url) for setup in SETUPS}) == len(SETUPS)
+    assert sum(setup.edited is None for setup in SETUPS) >= 14
+
+
+def test_only_a_set_up_that_persists_passes() -> None:
+    passed = {setup.what for setup in SETUPS if setup.judged().persisted == "PASS"}
+    assert passed <= {setup.what for setup in SETUPS if setup.persisted == "PASS"}
+
+
+def test_the_page_shows_this_table() -> None:
+    page = (ROOT / "docs/verdict.md").read_text()
+    assert table() in page, "python -m tests.verdict_setups prints the table for docs/verdict.md"
