@@ -124,7 +124,7 @@ def _notes(settings: Settings, drives: Drives, one: Claimed) -> Iterator[str]:
         )
     if device.transport not in ("nvme", "loop"):
         yield f"{name} is attached by {device.transport}: slower than NVMe."
-    if device.rotational and device.transport != "virtio":
+    if device.rotational and device.transport in ("sata", "sas", "scsi", "usb"):
         yield f"{name} has turning platters: loading KV from it may be slower than computing it."
     if device.removable or device.transport == "usb":
         yield f"{name} can be pulled out: the cache is gone for as long as it is."
@@ -135,4 +135,5 @@ def _notes(settings: Settings, drives: Drives, one: Claimed) -> Iterator[str]:
         yield f"{name} was formatted by kvhost on another machine; its cache is used as it is."
     if one.action == "format" and drives.machine_id is None:
         yield "This host has no /etc/machine-id: a drive that is not blank cannot be erased here."
-    yield from (f"{name}: {note}." for note in device.notes)
+    if one.action == "format":
+        yield from (f"{name}: {note}." for note in device.notes)

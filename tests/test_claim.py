@@ -32,6 +32,7 @@ from tests.claim_cases import (
     token_for,
 )
 
+pytestmark = pytest.mark.drives
 BLANK = drives(drive(), other())
 TWIN = drive(name="nvme1n1", path="/dev/nvme1n1", serial="S7KHNJ0W999999B",
              wwn="eui.0025385b71b00002", by_id=None, by_ids=[])  # fmt: skip

@@ -73,7 +73,7 @@ class Context:
         self.users, closed = self._of("open files", drive_sys.open_by_processes, ({}, 0))
         self._later: dict[str, list[str]] | None = None
         # what the kernel itself holds is known all the same: see _users
-        self.notes = [f"{closed} processes do not show what they have open"] if closed else []
+        self.notes = [f"processes that do not show what they have open: {closed}"] if closed else []
         self.mounted: dict[str, list[drive_sys.Mount]] = {}
         for mount in self.mounts:
             look = functools.partial(drive_sys.devices_of, mount)
