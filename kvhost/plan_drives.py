@@ -109,7 +109,7 @@ def _notes(settings: Settings, drives: Drives, one: Claimed) -> Iterator[str]:
             yield f"{name} gives a critical warning ({log.critical_warning:#x}): replace it soon."
         if log.percentage_used >= WORN_PERCENT:
             yield f"{name} is worn: {log.percentage_used} % of what its maker promises is used."
-        if log.available_spare_percent <= log.spare_threshold_percent:
+        if 0 < log.spare_threshold_percent >= log.available_spare_percent:
             yield f"{name} has {log.available_spare_percent} % of its spare blocks left."
         if log.media_errors:
             yield f"{name} had {log.media_errors} errors that it could not correct."
