@@ -170,6 +170,16 @@ def test_killed_at_a_step_the_next_run_completes_it(base: Base, step: str) -> No
     assert base.left() == MODELS | {"tier/others/x"} | GUARD
 
 
+def test_a_claimed_drive_keeps_what_its_release_needs(base: Base) -> None:
+    (base.root / "state/drive.json").write_text("{}")
+    (base.root / "tier/others/x").unlink()
+    (base.root / "tier/others").rmdir()
+    (base.root / "calls").unlink(missing_ok=True)
+    assert "release.py" in " ".join(base.call("--check")["stays"])
+    base.call("--caches", "--models")
+    assert base.left() == {"state/drive.json"} | GUARD
+
+
 def test_services_of_a_version_that_knows_no_uninstall_are_shut_down(base: Base) -> None:
     (base.root / "old").touch()
     base.call()

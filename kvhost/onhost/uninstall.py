@@ -38,6 +38,7 @@ KNOWN = {
 }
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 GUARD = "run.lock.guard"
+DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
 Data = dict[str, Any]
 
 
@@ -136,9 +137,17 @@ class Host:
             found += self.caches()
         if self.args.models and there(self.path("models")):
             found.append(self.path("models"))
-        state = [self.path("state", n) for n in listdir(self.path("state")) if n != GUARD]
-        own_lock = self.path("state", "run.lock")
-        return [*found, *(path for path in state if path != own_lock)]
+        stay = self.state_that_stays()
+        return [
+            *found,
+            *(self.path("state", n) for n in listdir(self.path("state")) if n not in stay),
+        ]
+
+    def state_that_stays(self) -> set[str]:
+        """The lock that is held now; and while a drive is claimed, what its release needs."""
+        held = there(self.path("state", DRIVE))
+        drive = {n for n in listdir(self.path("state")) if held and n.startswith("drive")}
+        return {GUARD, "run.lock", *drive}
 
     def strangers(self, folder: str) -> list[str]:
         known = set(self.known(folder))
@@ -176,6 +185,8 @@ class Host:
             found.append(f"models in {self.path('models')} (remove_models)")
         top = (self.base + "/", self.args.tier.rstrip("/") + "/")
         found += [f"the mount {m}" for m in mounts() if f"{m}/".startswith(top)]
+        if there(self.path("state", DRIVE)):
+            found.append("the drive that is claimed: give it back by release.py, before this")
         with contextlib.suppress(FileNotFoundError), open(self.path("state", "packages")) as lines:
             packages = sorted(set(lines.read().split()))
             found += [f"packages that kvhost installed: {', '.join(packages)}"] if packages else []
@@ -248,6 +259,7 @@ class Host:
     def leave(self) -> None:
         """base_dir itself goes if nothing is left in it; else the guard says whose it is."""
         left = [n for n in listdir(self.base) if n not in ("state", "lost+found")]
+        left += [n for n in listdir(self.path("state")) if n not in (GUARD, "run.lock")]
         if left or self.base in mounts():
             return
         for name in (GUARD, "run.lock"):
