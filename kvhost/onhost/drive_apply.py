@@ -13,12 +13,12 @@ check   changes nothing: {"ok", "wrong": […]}, exit 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pwd
 import stat
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
@@ -26,29 +26,25 @@ if TYPE_CHECKING or __package__:
     from kvhost.onhost import (
         drive_fs,
         drive_fstab,
-        drive_gpt,
         drive_journal,
+        drive_layers,
         drive_mount,
-        drive_probe,
         drive_sys,
-        drive_write,
+        drive_volume,
     )
     from kvhost.onhost.drive_disk import Disk, Refused, blkid, maj_min, say, step, tool
 else:  # they lie beside this file on a host, where there is no package kvhost
     import drive_fs
     import drive_fstab
-    import drive_gpt
     import drive_journal
+    import drive_layers
     import drive_mount
-    import drive_probe
     import drive_sys
-    import drive_write
+    import drive_volume
     from drive_disk import Disk, Refused, blkid, maj_min, say, step, tool
 
 Data = dict[str, Any]
 SCHEMA = 1
-#: findings that may be of a moment, and how often it is looked whether they stay
-PASSING, TRIES = frozenset({"in_use", "busy"}), 10
 KEYS = ("drive", "findings", "action", "filesystem", "mount", "owner")
 ACTIONS = ("keep", "adopt", "format", "mount")
 DRIVE_FILE = "drive.json"
@@ -93,47 +89,6 @@ def parse_order(text: str) -> Data:
     return order
 
 
-def probed(disk: Disk, order: Data) -> Data:
-    """What drive_probe says of the held disk now. Raises Refused when that is another drive, or
-    more or other things are found than the plan found."""
-    planned = {f["kind"] for f in order["findings"]}
-    for _ in range(TRIES):
-        found = drive_probe.probe(disk.path)
-        if not {f["kind"] for f in found["findings"]} & PASSING - planned:
-            break
-        time.sleep(0.5)  # udev, or another look at all drives: it is over in a moment
-    if found["status"] != "ok":
-        why = f"{disk.path} could not be looked at: {found['why']}"
-        raise Refused("drive_unreadable", why, findings=found["findings"])
-    for key in (*drive_probe.IDENTITY, "maj_min", "diskseq"):
-        if found["device"].get(key) != order["drive"].get(key):
-            why = (
-                f"{disk.path} is not the drive of the plan: {key} is {found['device'].get(key)!r}, "
-                f"planned was {order['drive'].get(key)!r}"
-            )
-            raise Refused("drive_swapped", why, findings=found["findings"])
-    return found
-
-
-def same_findings(one: list[Data], other: list[Data]) -> bool:
-    return {(f["kind"], f["detail"]) for f in one} == {(f["kind"], f["detail"]) for f in other}
-
-
-def existing(disk: Disk, order: Data) -> str | None:
-    """Path of the kvhost filesystem on this disk, with its partition made known to the kernel;
-    None if there is none."""
-    start = os.pread(disk.fd, 2 * disk.sector + drive_gpt.ENTRIES * drive_gpt.ENTRY_BYTES, 0)
-    ours = drive_gpt.names(start, disk.sector) == [drive_gpt.NAME]
-    # the kernel is asked to read a table only if it may be ours; another drive is left as it is
-    if ours and blkid(disk.path).get("PTTYPE") == "gpt" and 1 not in disk.partitions():
-        disk.reread_partitions(1)  # some kernels read no GPT by themselves
-    parts = disk.partitions()
-    if set(parts) != {1}:
-        return None
-    path = disk.partition_path(1)
-    return path if drive_fs.is_ours(blkid(path)) else None
-
-
 class Apply:
     """One order, from the held disk to a mounted and marked filesystem."""
 
@@ -144,11 +99,19 @@ class Apply:
 
     def run(self, *, dry: bool) -> Data:
         step("hold")
-        with Disk(self.drive["path"], self.drive["maj_min"], self.drive.get("diskseq")) as disk:
-            disk.lock()
-            self.place_is_free(disk)
+        with contextlib.ExitStack() as stack:
+            disks = []
+            for member in drive_volume.members_of(self.order):
+                drive = member["drive"]
+                disk = Disk(drive["path"], drive["maj_min"], drive.get("diskseq"))
+                disks.append(stack.enter_context(disk))
+                disk.lock()
+            self.place_is_free(disks)
             step("probe")
-            volume = self.volume(disk, dry)
+            volume, made = drive_volume.Volume(self.order, self.state, disks).find_or_make(dry=dry)
+            names = ", ".join(disk.path for disk in disks)
+            if made:
+                self.changed.append(f"{names} formatted with {self.order['filesystem']}")
             if volume is None:
                 return {"status": "dry", "changed": [], "would": self.changed}
             there = blkid(volume)
@@ -161,91 +124,18 @@ class Apply:
             "mount": self.target,
         }
 
-    def place_is_free(self, disk: Disk) -> None:
+    def place_is_free(self, disks: list[Disk]) -> None:
         """Raises Refused, before anything is written, if it could not be mounted in the end."""
         now = drive_mount.mounted_at(self.target)
         if now is None:
             drive_mount.check_mount_point(self.target)
-        elif disk.numbers not in drive_mount.disks_below(now.numbers):
+        elif {disk.numbers for disk in disks} != drive_mount.disks_below(now.numbers):
             why = f"at {self.target} another filesystem is mounted: {now.filesystem} {now.source}"
             raise Refused("mount_taken", why)
         kind = self.order["filesystem"]
         line = drive_fstab.entry_for("not-yet", self.target, kind, drive_fs.OPTIONS[kind])
         if self.order["action"] == "format":
             drive_fstab.with_entry(drive_fstab.read(self.fstab), line)
-
-    def volume(self, disk: Disk, dry: bool) -> str | None:
-        """Path of the filesystem to mount: found, or made now. None: a dry run would make it."""
-        action = self.order["action"]
-        journal = drive_journal.read(self.state)
-        stage = drive_journal.unfinished(journal, self.drive)
-        if action == "adopt":
-            return self.adopted()
-        path = existing(disk, self.order)
-        if path is not None and (stage is None or stage == "made"):
-            self.recognised(path, journal if stage else None)
-            return path
-        if action != "format" and stage is None:
-            why = f"{disk.path} holds no filesystem of kvhost's (label and partition name kvhost)"
-            raise Refused("not_ours", why)
-        found = probed(disk, self.order)
-        if stage is None and not same_findings(found["findings"], self.order["findings"]):
-            raise Refused(
-                "drive_changed",
-                f"{disk.path} holds something else than when the plan was made",
-                findings=found["findings"],
-                planned=self.order["findings"],
-            )
-        write = drive_write.Writer(disk, self.order, found, self.state)
-        if stage is not None and journal is not None:
-            write.may_go_on(journal)
-        else:
-            journal = write.may_begin()
-        self.changed.append(f"{disk.path} formatted with {self.order['filesystem']}")
-        if dry:
-            return None
-        return write.go_on(journal)
-
-    def adopted(self) -> str:
-        """The device that is mounted at the mount point already, if it is all that was planned."""
-        there = drive_mount.mounted_at(self.target)
-        if there is None or self.drive["maj_min"] not in drive_mount.disks_below(there.numbers):
-            raise Refused("not_adoptable", f"{self.target} is not a mount of {self.drive['path']}")
-        if there.filesystem != self.order["filesystem"]:
-            why = f"{self.target} is {there.filesystem}, not {self.order['filesystem']}"
-            raise Refused("not_adoptable", why)
-        names = set(os.listdir(self.target)) - {"lost+found", drive_fs.MARKER}
-        if drive_fs.read_marker(self.target) is None and names:
-            why = f"{self.target} is not empty: {', '.join(sorted(names)[:5])}"
-            raise Refused("not_adoptable", why)
-        return there.source
-
-    def recognised(self, path: str, journal: Data | None) -> None:
-        """Raises Refused unless the filesystem carries our marker, or our journal made it."""
-        there = blkid(path)
-        if there["TYPE"] != self.order["filesystem"]:
-            why = (
-                f"{path} is {there['TYPE']}, and drive_filesystem asks for "
-                f"{self.order['filesystem']}: it is never changed; release the drive first"
-            )
-            raise Refused("other_filesystem", why)
-        mount = drive_mount.mounted_at(self.target)
-        if mount is not None and mount.source and mount.numbers == maj_min(os.stat(path).st_rdev):
-            marker, others = drive_fs.read_marker(self.target), os.listdir(self.target)
-        else:
-            inside = drive_fs.look(path, there["TYPE"])
-            if not inside["mounts"]:
-                why = f"the kvhost filesystem on {path} cannot be mounted: {inside['why']}"
-                raise Refused("damaged", why)
-            marker, others = inside["marker"], inside["others"]
-        if marker is not None:
-            if marker["uuid"].lower() != there["UUID"].lower():
-                why = f"the marker on {path} is of another filesystem ({marker['uuid']})"
-                raise Refused("not_ours", why)
-            return
-        if journal is None or there["UUID"] != journal["fs_uuid"]:
-            why = f"the filesystem on {path} has kvhost's label and not its marker ({others[:5]})"
-            raise Refused("not_ours", why)
 
     def mounted(self, path: str, there: dict[str, str]) -> None:
         """Mounts the filesystem by its UUID, through fstab, and puts up what must hold in it."""
@@ -259,6 +149,10 @@ class Apply:
             step("mountpoint")
             if not drive_mount.close_mount_point(self.target):
                 say(f"{self.target}: the filesystem below it knows no chattr +i; mode 0000 alone")
+        if self.order.get("encrypt"):
+            step("crypttab")
+            if drive_layers.Layers(self.order, self.state).into_crypttab(numbers):
+                self.changed.append(f"{drive_layers.CRYPTTAB}: {drive_layers.NAME}")
         step("fstab")
         line = fstab_line(self.order, there)
         text = drive_fstab.with_entry(drive_fstab.read(self.fstab), line, adopted=adopt)
@@ -284,7 +178,7 @@ class Apply:
         marker = {
             "schema": SCHEMA,
             "uuid": uuid,
-            "drive": drive_journal.identity_of(self.drive),
+            **identities(self.order),
             "machine_id": drive_sys.machine_id(),
         }
         there = drive_fs.read_marker(self.target)
@@ -326,8 +220,14 @@ def drive_record(order: Data, uuid: str) -> Data:
         "uuid": uuid,
         "filesystem": order["filesystem"],
         "options": drive_fs.OPTIONS[order["filesystem"]],
-        "drive": drive_journal.identity_of(order["drive"]),
+        **identities(order),
     }
+
+
+def identities(order: Data) -> Data:
+    """The lasting identity of the drive; of several, of all of them too."""
+    rows = [drive_journal.identity_of(m["drive"]) for m in drive_volume.members_of(order)]
+    return {"drive": rows[0], **({"drives": rows} if len(rows) > 1 else {})}
 
 
 def read_json(path: str) -> Any:
@@ -355,7 +255,8 @@ def check(order: Data, state: str, fstab: str) -> list[str]:
     if now is None:
         return [f"nothing is mounted at {target}"]
     wrong = []
-    if drive["maj_min"] not in drive_mount.disks_below(now.numbers):
+    wanted = {member["drive"]["maj_min"] for member in drive_volume.members_of(order)}
+    if wanted != drive_mount.disks_below(now.numbers):
         wrong.append(f"{target} is a mount of {now.source}, not of {drive['path']}")
         return wrong
     there = blkid(now.source)
@@ -384,6 +285,8 @@ def check(order: Data, state: str, fstab: str) -> list[str]:
         wrong.append("fstrim.timer is not enabled")
     if read_json(os.path.join(state, DRIVE_FILE)) != drive_record(order, there.get("UUID", "")):
         wrong.append(f"{state}/{DRIVE_FILE} does not say so")
+    if order.get("encrypt") and not drive_layers.in_crypttab():
+        wrong.append(f"{drive_layers.CRYPTTAB} has no line for it")
     if drive_journal.unfinished(drive_journal.read(state), drive):
         wrong.append("a run was cut off")
     return wrong

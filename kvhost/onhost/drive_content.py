@@ -111,7 +111,9 @@ def kvhosts_own(device: Data, mounted: dict[str, list[drive_sys.Mount]]) -> Data
     `marker` is read where the filesystem is mounted: {"status", "why", "data"}.
     """
     rows = [row for row in device["contents"] if row["name"] in device["partitions"]]
-    if len(rows) != 1 or rows[0]["partlabel"] != "kvhost" or rows[0]["label"] != "kvhost":
+    # a member of an array is labelled HOMEHOST:NAME
+    label = str(rows[0]["label"] or "").removeprefix("any:") if len(rows) == 1 else ""
+    if len(rows) != 1 or rows[0]["partlabel"] != "kvhost" or label != "kvhost":
         return None
     row = rows[0]
     tree = drive_sys.above(row["name"])

@@ -36,19 +36,32 @@ def same_drive(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return first == second and any(key in first for key in ("serial", "wwn", "backing"))
 
 
-def new(device: Mapping[str, Any], filesystem: str, token: str | None) -> dict[str, Any]:
+def new_drive(device: Mapping[str, Any], token: str | None) -> dict[str, Any]:
+    """What the journal keeps of one drive. `token`: the one that allows it to be erased."""
     return {
-        "schema": SCHEMA,
         "drive": identity_of(device),
         "stage": "erase" if token else "table",
-        "filesystem": filesystem,
         "disk_guid": str(uuid.uuid4()),
         "partition_uuid": str(uuid.uuid4()),
-        "fs_uuid": str(uuid.uuid4()),
         "token": token,
         "signatures": None,
         "zero_before": token is None,
     }
+
+
+def new(drives: list[dict[str, Any]], filesystem: str) -> dict[str, Any]:
+    """A journal of drives that are to become one filesystem."""
+    uuids = {name: str(uuid.uuid4()) for name in ("fs_uuid", "luks_uuid", "md_uuid")}
+    return {"schema": SCHEMA, "drives": drives, "filesystem": filesystem, **uuids}
+
+
+def drive_in(journal: Mapping[str, Any] | None, device: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the journal keeps of this very drive; None if it is of others."""
+    for entry in (journal or {}).get("drives", []):
+        if same_drive(entry.get("drive") or {}, device) and entry.get("stage") in STAGES:
+            found: dict[str, Any] = entry
+            return found
+    return None
 
 
 def read(state: str) -> dict[str, Any] | None:
@@ -68,10 +81,8 @@ def unfinished(journal: Mapping[str, Any] | None, device: Mapping[str, Any]) -> 
 
     Pure; the plan uses it too.
     """
-    if journal is None or not same_drive(journal.get("drive") or {}, device):
-        return None
-    stage = journal.get("stage")
-    return stage if stage in STAGES else None
+    entry = drive_in(journal, device)
+    return str(entry["stage"]) if entry else None
 
 
 def write(state: str, journal: Mapping[str, Any]) -> None:

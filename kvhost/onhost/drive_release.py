@@ -29,9 +29,11 @@ if TYPE_CHECKING or __package__:
         drive_fs,
         drive_fstab,
         drive_journal,
+        drive_layers,
         drive_mount,
         drive_probe,
         drive_sys,
+        drive_volume,
         drive_write,
     )
     from kvhost.onhost.drive_disk import Disk, Refused, say, step, tool
@@ -40,9 +42,11 @@ else:
     import drive_fs
     import drive_fstab
     import drive_journal
+    import drive_layers
     import drive_mount
     import drive_probe
     import drive_sys
+    import drive_volume
     import drive_write
     from drive_disk import Disk, Refused, say, step, tool
 
@@ -70,12 +74,15 @@ def release(state: str, fstab: str) -> Data:
             why = f"{target} is in use: stop what uses it first ({error}; fuser -vm {target})"
             raise Refused("drive_busy", why) from error
         changed.append(f"{target} unmounted")
+        drive_layers.close(now.source)
     step("fstab-line")
     text = drive_fstab.read(fstab)
     if drive_fstab.install(fstab, drive_fstab.without_ours(text)):
         changed.append(f"{fstab}: kvhost's line taken out")
         if drive_mount.has_systemd():
             tool("systemctl", "daemon-reload")
+    if drive_layers.out_of_crypttab():
+        changed.append(f"{drive_layers.CRYPTTAB}: kvhost's line taken out")
     step("mount-point")
     if os.path.isdir(target):
         drive_mount.open_mount_point(target)
@@ -108,7 +115,7 @@ def wipe(order: Data, state: str) -> Data:
     drive = order["drive"]
     with Disk(drive["path"], drive["maj_min"], drive.get("diskseq")) as disk:
         disk.lock()
-        found = drive_apply.probed(disk, order)
+        found = drive_volume.probed(disk, order)
         if found["device"]["kvhost"] is None:
             raise Refused("not_ours", f"{disk.path} is no drive that kvhost formatted")
         never = [f for f in found["findings"] if f["kind"] not in drive_probe.ERASABLE]
@@ -126,6 +133,8 @@ def wipe(order: Data, state: str) -> Data:
         if encrypted:
             disk.let_others_in()
             tool("cryptsetup", "luksErase", "--batch-mode", part)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(drive_layers.Layers(order, state).key)
         drive_write.Writer(disk, order, found, state).take_off()
     return {"status": "done", "changed": [f"{drive['path']} wiped"], "erased": bool(encrypted)}
 

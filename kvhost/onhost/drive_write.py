@@ -45,7 +45,7 @@ class Writer:
         self.disk, self.order, self.found, self.state = disk, order, found, state
 
     def may_begin(self) -> Data:
-        """A journal to begin with. Raises Refused: the drive holds something, no token fits."""
+        """The drive's part of a new journal. Raises Refused: it holds something, no token fits."""
         disk, findings = self.disk, list(self.found["findings"])
         never = [f for f in findings if f["kind"] not in drive_probe.ERASABLE]
         if never:
@@ -70,10 +70,10 @@ class Writer:
         if again["status"] != "ok" or mine != self.found["findings"]:
             why = f"{disk.path} has changed while it was being looked at"
             raise Refused("drive_changed", why, findings=again["findings"])
-        journal = drive_journal.new(self.found["device"], self.order["filesystem"], token)
+        entry = drive_journal.new_drive(self.found["device"], token)
         if token:
-            journal["signatures"] = self.signatures()
-        return journal
+            entry["signatures"] = self.signatures()
+        return entry
 
     def token_for(self, findings: list[Data]) -> str:
         """Raises Refused on a host without a machine-id: a token could be of any host."""
@@ -118,9 +118,9 @@ class Writer:
                 rows.append([start + int(row["offset"], 0), row["type"]])
         return sorted(rows)
 
-    def may_go_on(self, journal: Data) -> None:
+    def may_go_on(self, entry: Data) -> None:
         """Raises Refused unless all that lies on the drive is what a cut-off run left."""
-        disk, stage = self.disk, journal["stage"]
+        disk, stage = self.disk, entry["stage"]
         never = drive_probe.NEVER & {f["kind"] for f in self.found["findings"]}
         if never:
             words = "; ".join(
@@ -130,22 +130,22 @@ class Writer:
         say(f"{disk.path}: a run before was cut off (stage {stage}); going on")
         disk.keep_others_out()
         if stage == "erase":
-            more = [row for row in self.signatures() if row not in journal["signatures"]]
-            if journal["token"] != self.order.get("token") or more:
+            more = [row for row in self.signatures() if row not in entry["signatures"]]
+            if entry["token"] != self.order.get("token") or more:
                 why = f"{disk.path} was being erased and holds something else by now: {more}"
                 raise Refused("drive_changed", why, findings=self.found["findings"])
             return
-        self.is_our_table(journal, whole=stage != "table")
+        self.is_our_table(entry, whole=stage != "table")
         where = drive_gpt.geometry(disk.size, disk.sector)
-        if stage == "table" and journal["zero_before"]:
+        if stage == "table" and entry["zero_before"]:
             data = self.data_in(where.start, where.length, False)
             if data:
                 raise Refused("drive_changed", f"{disk.path}: {data[0]['detail']}", findings=data)
 
-    def is_our_table(self, journal: Data, *, whole: bool) -> None:
+    def is_our_table(self, entry: Data, *, whole: bool) -> None:
         """Every sector outside the partition is zero or ours; with `whole`, all of it is there."""
         disk = self.disk
-        table = self.table(journal)
+        table = self.table(entry)
         wanted = {}
         for start, data in table.items():
             for at in range(0, len(data), disk.sector):
@@ -162,43 +162,29 @@ class Writer:
         finally:
             os.close(fd)
 
-    def table(self, journal: Data) -> dict[int, bytes]:
+    def table(self, entry: Data) -> dict[int, bytes]:
         disk = self.disk
-        return drive_gpt.table(
-            disk.size, disk.sector, journal["disk_guid"], journal["partition_uuid"]
-        )
+        return drive_gpt.table(disk.size, disk.sector, entry["disk_guid"], entry["partition_uuid"])
 
-    def go_on(self, journal: Data) -> str:
-        """Does what is left to do, from the stage of the journal; the path of the filesystem."""
+    def go_on(self, entry: Data, journal: Data) -> str:
+        """Does what is left to do up to an empty partition; its path. `entry` is in `journal`."""
         disk = self.disk
-        step("journal")
-        drive_journal.write(self.state, journal)
-        if journal["stage"] == "erase":
-            self.erase(journal)
-        if journal["stage"] == "table":
-            self.write_table(journal)
-            self.set_stage(journal, "mkfs")
+        if entry["stage"] == "erase":
+            self.erase(entry, journal)
+        if entry["stage"] == "table":
+            self.write_table(entry)
+            set_stage(self.state, journal, entry, "mkfs")
         step("kernel")
         disk.reread_partitions(1)
-        path = disk.partition_path(1)
-        part = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # held: its numbers stay its own
-        try:
-            self.make_filesystem(journal, path, (disk.fd, part))
-        finally:
-            os.close(part)
-        return path
+        return disk.partition_path(1)
 
-    def set_stage(self, journal: Data, stage: str) -> None:
-        journal["stage"] = stage
-        drive_journal.write(self.state, journal)
-
-    def erase(self, journal: Data) -> None:
+    def erase(self, entry: Data, journal: Data) -> None:
         """Takes away the signatures that the token names, and what lies where the table goes."""
         step("erase")
         say(f"{self.disk.path}: erasing, as drive_erase allows")
         self.take_off()
         step("cleared")
-        self.set_stage(journal, "table")
+        set_stage(self.state, journal, entry, "table")
 
     def take_off(self) -> None:
         """All signatures that wipefs knows, partitions, and 1 MiB of zeros at both ends."""
@@ -217,34 +203,43 @@ class Writer:
         if left:
             raise RuntimeError(f"{disk.path}: these signatures came up again: {left}")
 
-    def write_table(self, journal: Data) -> None:
+    def write_table(self, entry: Data) -> None:
         fd = self.disk.keep_others_out(writing=True)
-        for number, (at, data) in enumerate(self.table(journal).items(), 1):
+        for number, (at, data) in enumerate(self.table(entry).items(), 1):
             step(f"table-{number}")
             os.pwrite(fd, data, at)
             os.fsync(fd)
 
-    def make_filesystem(self, journal: Data, path: str, keep: tuple[int, ...]) -> None:
-        disk = self.disk
-        step("mkfs")
-        if not drive_fs.finish_half_made(path, journal, keep):
-            journal["filesystem"] = self.order["filesystem"]
-            drive_journal.write(self.state, journal)
-            say(f"{path}: mkfs, {journal['filesystem']}")
-            drive_fs.make(path, journal["filesystem"], journal["fs_uuid"], keep)
-        there = blkid(path)
-        if there.get("UUID") != journal["fs_uuid"] or not drive_fs.is_ours(there):
-            raise RuntimeError(f"mkfs made something else than asked for: {there}")
-        step("made")
-        self.set_stage(journal, "made")
-        say(f"{disk.path}: {journal['filesystem']} {journal['fs_uuid']} made")
+
+def set_stage(state: str, journal: Data, entry: Data, stage: str) -> None:
+    entry["stage"] = stage
+    drive_journal.write(state, journal)
+
+
+def make_filesystem(
+    state: str, journal: Data, order: Data, device: str, keep: tuple[int, ...]
+) -> None:
+    """On an empty device, or one on which a run before was cut off. `keep`: see tool()."""
+    if not drive_fs.finish_half_made(device, journal, keep):
+        journal["filesystem"] = order["filesystem"]
+        drive_journal.write(state, journal)
+        say(f"{device}: mkfs, {journal['filesystem']}")
+        drive_fs.make(device, journal["filesystem"], journal["fs_uuid"], keep)
+    there = blkid(device)
+    if there.get("UUID") != journal["fs_uuid"] or not drive_fs.is_ours(there):
+        raise RuntimeError(f"mkfs made something else than asked for: {there}")
+    step("made")
+    for entry in journal["drives"]:
+        set_stage(state, journal, entry, "made")
+    say(f"{device}: {journal['filesystem']} {journal['fs_uuid']} made")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("state", help="directory of the journal")
     journal = drive_journal.read(parser.parse_args().state)
-    print(json.dumps({"stage": journal and journal["stage"], "of": drive_journal.STAGES}))
+    stages = [entry["stage"] for entry in (journal or {}).get("drives", [])]
+    print(json.dumps({"stages": stages, "of": drive_journal.STAGES}))
     return 0
 
 

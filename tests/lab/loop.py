@@ -117,8 +117,15 @@ class Loops:
         if not loop.is_ours():
             return
         if loop.partitions():
-            # they would stay, and be partitions of whatever is attached to this node next
-            run("partx", "--delete", loop.node)
+            # they would stay, and be partitions of whatever is attached to this node next; who
+            # looks at all drives of the machine has one open for a moment
+            for _ in range(50):
+                if not loop.partitions():
+                    break
+                subprocess.run(["partx", "--delete", loop.node], capture_output=True, check=False)
+                time.sleep(0.1)
+            else:
+                raise LabError(f"a partition of {loop.node} ({loop.image.name}) is in use")
         subprocess.run(["losetup", "--detach", loop.node], capture_output=True, check=False)
         # of a device in use the kernel detaches it only later, by itself
         deadline = time.monotonic() + 20
