@@ -11,6 +11,7 @@ import os
 import pwd
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ class Base:
             for p in self.root.rglob("*")
             if not p.is_dir() or p.is_symlink()
         } - {"calls"}
+
+
+def in_use(user: str) -> bool:
+    return subprocess.run(["pgrep", "-u", user], capture_output=True, check=False).returncode == 0
 
 
 CACHE = {"tier/ns-ab/k.data", "tier/.kvhost-tier"}
@@ -215,6 +220,29 @@ def test_links_are_not_followed(base: Base, tmp_path: Path) -> None:
 
 
 @root_only
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_user_that_kvhost_made_goes_unless_it_is_used(base: Base, busy: bool) -> None:
+    name = f"kvh-{os.getpid()}"
+    home = str(base.root / "home")
+    shell = "/usr/sbin/nologin"
+    subprocess.run(["useradd", "-r", "-M", "-d", home, "-s", shell, name], check=True)
+    sleeper = subprocess.Popen(["setpriv", "--reuid", name, "sleep", "60"]) if busy else None
+    try:
+        time.sleep(0.3)
+        kept = base.run("--user", name)  # the cache stays, and its owner with it
+        assert json.loads(kept.stdout)["user"] is False
+        gone = base.run("--user", name, "--caches", "--models")
+        assert gone.returncode == 0, gone.stderr
+        there = subprocess.run(["id", name], capture_output=True, check=False).returncode == 0
+        assert there is busy
+    finally:
+        if sleeper:
+            sleeper.kill()
+            sleeper.wait()
+        subprocess.run(["userdel", name], capture_output=True, check=False)
+
+
+@root_only
 def test_a_mount_stays_with_what_is_on_it(base: Base) -> None:
     place = base.root / "home/mnt"
     place.mkdir()
@@ -237,6 +265,7 @@ def test_a_provisioned_host_loses_all_of_it_and_can_be_provisioned_again(site: S
     if not (site.base / "current").exists():  # run by itself
         assert site.up(verify="never").code == 0
     argv = (".venv/bin/pyinfra", "inventory.py", "remove.py", "-y", *site.arguments())
+    made = pwd.getpwnam("kvhost").pw_dir == str(site.base / "home")  # else of another test run
     planned = site.run(*argv, "--dry")
     assert str(site.base / "envs") in " ".join(planned.text.split())
     assert site.base.joinpath("current").exists()
@@ -253,5 +282,6 @@ def test_a_provisioned_host_loses_all_of_it_and_can_be_provisioned_again(site: S
     done = site.run(*argv, "--data", "remove_cache=true", "--data", "remove_models=true")
     assert done.code == 0, done.text[-3000:]
     assert not site.base.exists()
-    assert subprocess.run(["id", "kvhost"], capture_output=True, check=False).returncode != 0
+    there = subprocess.run(["id", "kvhost"], capture_output=True, check=False).returncode == 0
+    assert not (made and there and not in_use("kvhost"))
     assert site.run(*argv).code == 0

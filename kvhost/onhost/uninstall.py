@@ -233,6 +233,14 @@ class Host:
                     found.append(int(name))
         return found
 
+    def uid_in_use(self) -> bool:
+        uid = pwd.getpwnam(self.args.user).pw_uid
+        for name in (n for n in listdir("/proc") if n.isdigit()):
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    return True
+        return False
+
     def remove(self) -> None:
         paths, outside, user = self.to_remove(), self.outside(), self.user()
         self.stop()
@@ -246,7 +254,9 @@ class Host:
         if self.args.caches and self.args.tier not in mounts():
             with contextlib.suppress(OSError):  # something of others is in it
                 os.rmdir(self.args.tier)
-        if user:
+        if user and self.uid_in_use():
+            say(f"the user {self.args.user} stays: processes run as it that are not kvhost's")
+        elif user:
             subprocess.run(["userdel", self.args.user], check=True, stdout=sys.stderr)
         for path in paths:  # what tells a later run that this one was not complete: last
             if path != receipt and path.startswith(self.path("state") + "/"):
