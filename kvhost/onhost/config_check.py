@@ -59,13 +59,7 @@ def connector_keys(config: Mapping[str, Any]) -> list[str]:
     extra = transfer.get("kv_connector_extra_config") if isinstance(transfer, dict) else None
     if not isinstance(extra, dict):
         return []
-    package = importlib.import_module("lmcache.integration.vllm")
-    known: set[str] = set()
-    for folder in package.__path__:
-        for name in sorted(os.listdir(folder)):
-            if name.endswith(".py"):
-                with open(os.path.join(folder, name), encoding="utf-8") as handle:
-                    known |= set(re.findall(r"\blmcache\.mp\.[a-z0-9_]+", handle.read()))
+    known = words_of("lmcache.integration.vllm", r"lmcache\.mp\.[a-z0-9_]+")
     return unknown("vllm.yaml: kv_connector_extra_config:", extra, known)
 
 
@@ -111,8 +105,23 @@ def cache_arguments(argv: list[str]) -> list[str]:
 
 
 def environment_names(env: Mapping[str, str]) -> list[str]:
-    """Variables named as vLLM's own that it does not know."""
+    """Variables named as vLLM's or LMCache's own that these do not know."""
     from vllm import envs
 
     given = [name for name in env if name.startswith("VLLM_")]
-    return unknown("environment variable", given, envs.environment_variables)
+    found = unknown("environment variable", given, envs.environment_variables)
+    given = [name for name in env if name.startswith("LMCACHE_")]
+    return found + unknown(
+        "environment variable", given, words_of("lmcache", r"LMCACHE_[A-Z0-9_]+")
+    )
+
+
+def words_of(package: str, pattern: str) -> set[str]:
+    """All words of that form in a package's Python files: what its code can ask for."""
+    found: set[str] = set()
+    for place in importlib.import_module(package).__path__:
+        for folder, _, names in os.walk(place):
+            for name in (name for name in names if name.endswith(".py")):
+                with open(os.path.join(folder, name), encoding="utf-8") as handle:
+                    found |= set(re.findall(r"\b" + pattern, handle.read()))
+    return found
