@@ -63,6 +63,7 @@ def claim(settings: Settings, drives: Drives) -> Claim:
                 claimed.append(found)
             else:
                 refusals += found
+    refusals += _one_set(claimed)
     if refusals:
         table = "all drives here:\n" + listed(settings, drives)
         refusals[0] = replace(refusals[0], found=f"{refusals[0].found}\n{table}")
@@ -122,6 +123,21 @@ def _same_identity(drive: Drive, drives: Drives) -> Iterator[Refusal]:
             )
 
 
+def _one_set(claimed: list[Claimed]) -> Iterator[Refusal]:
+    """Several drives are all new, or all kvhost's: RAID 0 without one of its members is lost."""
+    new = [title(one.device) for one in claimed if one.action == "format" and not one.resumes]
+    old = [title(one.device) for one in claimed if one.action != "format"]
+    if new and old:
+        yield no(
+            "drive_set_differs",
+            "some of the claimed drives are kvhost's already, and some are not",
+            "drives that are all new, or all of one array of kvhost's",
+            f"kvhost's: {', '.join(old)}; new: {', '.join(new)}",
+            "if a drive was replaced, what was on the array is lost: release the others, and wipe "
+            "them with the token that kvhost release prints",
+        )
+
+
 def _judged(settings: Settings, drives: Drives, drive: Drive) -> Claimed | list[Refusal]:
     device = device_of(drive)
     if drive.status != "ok":
@@ -151,7 +167,7 @@ def _own(settings: Settings, drives: Drives, drive: Drive, refusals: list[Refusa
     if own is None:
         raise ValueError("not a drive of kvhost's")
     refusals += foreign(drive, OF_OURS)
-    if own.encrypted != settings.drive_encrypt:
+    if own.encrypted is not None and own.encrypted != settings.drive_encrypt:
         refusals.append(
             no(
                 "drive_filesystem_differs",

@@ -80,11 +80,15 @@ class Content(_Model):
 
 
 class Own(_Model):
-    """What says that kvhost formatted the drive. `marker`: .kvhost-drive.json, where mounted."""
+    """What says that kvhost formatted the drive. `marker`: .kvhost-drive.json, where mounted.
+
+    `encrypted` is None of a member of an array that is not running. `uuid` is the filesystem's, or
+    that of the layer that lies directly on the partition.
+    """
 
     partition: str
     filesystem: str | None
-    encrypted: bool
+    encrypted: bool | None
     uuid: str | None
     mounted_at: list[str]
     marker: Told

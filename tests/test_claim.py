@@ -313,6 +313,17 @@ def test_several_drives_are_all_judged() -> None:
     )
 
 
+def test_an_array_that_lost_a_drive_is_not_made_anew() -> None:
+    wanted: dict[str, Any] = {"drive_model": "Samsung*", "drive_count": 2}
+    member = drive(*OWN_FINDINGS, kvhost=own(filesystem="linux_raid_member", encrypted=None))
+    codes = refused(claimed(drives(member, TWIN), **wanted))
+    assert set(codes) == {"drive_set_differs"} and "/dev/nvme1n1" in codes["drive_set_differs"]
+    both = drive(*OWN_FINDINGS, name="nvme1n1", path="/dev/nvme1n1", serial="B", wwn="eui.2222",
+                 kvhost=own(filesystem="linux_raid_member", encrypted=None))  # fmt: skip
+    whole = claimed(drives(member, both), **wanted)
+    assert [one.action for one in whole.claimed] == ["mount", "mount"]
+
+
 def test_nothing_is_claimed_where_nothing_is_asked_for() -> None:
     assert claimed(BLANK) == Claim((), ())
 

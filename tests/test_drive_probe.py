@@ -548,9 +548,13 @@ def test_zeros_and_blanks_are_no_identity(machine: Sys) -> None:
 
 def test_zoned_drives_and_layers_are_told(machine: Sys) -> None:
     machine.disk("sda", "ata1/block/sda", queue__zoned="host-managed")
-    for name in ("dm-0", "md127", "zram0", "sr0", "nbd0", "drbd1"):
+    for name in ("dm-0", "md127", "zram0", "sr0", "nbd0", "drbd1", "mmcblk0boot0", "md_d1"):
         machine.disk(name, f"virtual/block/{name}")
         assert drive_probe.NO_DRIVE.match(name) and not drive_probe.is_listed(name)
+    machine.disk("nvme0c0n1", "x/nvme0c0n1", hidden="1")
+    assert not drive_probe.is_listed("nvme0c0n1"), "a path of a drive is not the drive"
+    machine.disk("mmcblk0", "mmc0/block/mmcblk0")
+    assert drive_probe.is_listed("mmcblk0")
     machine.disk("sdz", "ata2/block/sdz", size="0")
     assert drive_probe.is_listed("sda") and not drive_probe.is_listed("sdz")
     why: list[str] = []

@@ -111,9 +111,11 @@ def kvhosts_own(device: Data, mounted: dict[str, list[drive_sys.Mount]]) -> Data
     `marker` is read where the filesystem is mounted: {"status", "why", "data"}.
     """
     rows = [row for row in device["contents"] if row["name"] in device["partitions"]]
-    # a member of an array is labelled HOMEHOST:NAME
-    label = str(rows[0]["label"] or "").removeprefix("any:") if len(rows) == 1 else ""
-    if len(rows) != 1 or rows[0]["partlabel"] != "kvhost" or label != "kvhost":
+    if len(rows) != 1 or rows[0]["partlabel"] != "kvhost":
+        return None
+    label, member = rows[0]["label"] or "", rows[0]["type"] == "linux_raid_member"
+    # mdadm puts the name of a host before that of an array
+    if (label.rpartition(":")[2] if member else label) != "kvhost":
         return None
     row = rows[0]
     tree = drive_sys.above(row["name"])
@@ -131,11 +133,19 @@ def kvhosts_own(device: Data, mounted: dict[str, list[drive_sys.Mount]]) -> Data
     return {
         "partition": f"/dev/{row['name']}",
         "filesystem": at[0].fs if at else row["type"],
-        "encrypted": row["type"] == "crypto_LUKS",
+        "encrypted": _is_encrypted(row["type"], tree),
         "uuid": row["uuid"],
         "mounted_at": sorted({mount.point for mount in at}),
         "marker": marker,
     }
+
+
+def _is_encrypted(kind: str | None, tree: list[str]) -> bool | None:
+    """None of a member of an array that is not running."""
+    ids = [drive_sys.text(drive_sys.block(one, "dm/uuid")) or "" for one in tree]
+    if kind == "crypto_LUKS" or any(one.startswith("CRYPT-") for one in ids):
+        return True
+    return None if kind == "linux_raid_member" and len(tree) == 1 else False
 
 
 def shown(words: str) -> str:

@@ -47,7 +47,9 @@ TROUBLE = (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError)
 #: transports of a drive that is attached to this host alone
 LOCAL = frozenset({"nvme", "sata", "sas", "scsi", "usb", "virtio", "xen", "mmc", "loop"})
 #: names of block devices that are no drives: layers, memory, optical and network devices
-NO_DRIVE = re.compile(r"(dm-|md|zram|ram|sr|fd|nbd|rbd|drbd|bcache|zd|pmem|nullb)\d?")
+NO_DRIVE = re.compile(
+    r"(dm-|md|md_d|zram|ram|sr|fd|nbd|rbd|drbd|bcache|zd|pmem|nullb)\d|mmcblk\d+(boot|rpmb|gp)"
+)
 #: seconds after which a drive that is still open, or held, is in use
 A_LOOK_S, LOOKS = 0.4, 4
 IDENTITY = ("by_id", "wwn", "serial", "model", "size_bytes", "backing")
@@ -174,9 +176,11 @@ def probe_all() -> Data:
 
 
 def is_listed(name: str) -> bool:
-    """Whole drives that have a size: no partitions, layers or loop devices without a file."""
-    whole = not drive_sys.is_partition(name) and not NO_DRIVE.match(name)
-    return whole and drive_sys.size_of(name) > 0
+    """Whole drives that have a size: no partitions, layers, single paths of a drive, or loop
+    devices without a file."""
+    if drive_sys.is_partition(name) or NO_DRIVE.match(name):
+        return False
+    return drive_sys.size_of(name) > 0 and not drive_sys.number(drive_sys.block(name, "hidden"))
 
 
 def _unreadable(why: str) -> Data:
