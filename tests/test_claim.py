@@ -10,6 +10,7 @@ from kvhost.claim import Claim
 from kvhost.claim_match import sizes, wwn_digits
 from kvhost.drive_order import drive_order
 from kvhost.drive_types import Drives
+from kvhost.onhost import drive_journal
 from kvhost.onhost.drive_probe import ERASABLE, NEVER
 from kvhost.settings import Settings
 from tests.claim_cases import (
@@ -330,11 +331,10 @@ def test_nothing_is_claimed_where_nothing_is_asked_for() -> None:
 
 def test_a_run_that_was_cut_off_is_gone_on_with_on_its_own_drive_alone() -> None:
     half = drive(("partition_table", "gpt"))
-    keys = ("serial", "wwn", "model", "size_bytes")
-    journal = {"schema": 1, "stage": "table", "drive": {key: device()[key] for key in keys}}
+    journal = drive_journal.new([drive_journal.new_drive(device(), None)], "xfs")
     (one,) = claimed(drives(half, journal=ok(journal)), **BY_SERIAL).claimed
     assert one.resumes and one.action == "format"
-    others = {**journal, "drive": {**dict(journal["drive"]), "serial": "X"}}  # type: ignore[call-overload]
+    others = drive_journal.new([drive_journal.new_drive(device(serial="X"), None)], "xfs")
     assert "drive_not_blank" in refused(claimed(drives(half, journal=ok(others)), **BY_SERIAL))
 
 
