@@ -165,7 +165,7 @@ def test_without_anything_of_others_the_directory_itself_goes(base: Base) -> Non
 
 
 @pytest.mark.parametrize(
-    "step", ["current", "envs", "log", "api-key", "etc", "bin", "ns-ab", "good", "verified.json"]
+    "step", ["current", "envs", "log", "secrets", "etc", "bin", "ns-ab", "good", "verified.json"]
 )
 def test_killed_at_a_step_the_next_run_completes_it(base: Base, step: str) -> None:
     done = base.run("--caches", KVHOST_TEST_DIE_AFTER=f"uninstall:{step}")

@@ -130,9 +130,8 @@ class Host:
         found = self.outside()
         found += [self.path(n) for n in ("current", "current.new", *TREES) if there(self.path(n))]
         for folder in MIXED:
-            found += self.known(folder)
-            if there(self.path(folder)) and not self.strangers(folder):
-                found.append(self.path(folder))
+            whole = there(self.path(folder)) and not self.strangers(folder)
+            found += [self.path(folder)] if whole else self.known(folder)
         if self.args.caches:
             found += self.caches()
         if self.args.models and there(self.path("models")):
@@ -191,7 +190,8 @@ class Host:
             packages = sorted(set(lines.read().split()))
             found += [f"packages that kvhost installed: {', '.join(packages)}"] if packages else []
         if not self.user() and is_account(self.args.user):
-            found.append(f"the user {self.args.user}, to whom something belongs that stays")
+            why = "not made for this directory, or something that stays belongs to it"
+            found.append(f"the user {self.args.user}: {why}")
         return found
 
     # doing it
