@@ -21,8 +21,8 @@ class EngineLock:
     """One resolved combination of vLLM, LMCache and torch for one machine and Python."""
 
     name: str
-    #: cpu or cuda
-    accelerator: str
+    #: major version, None for the CPU
+    cuda: int | None
     machine: str
     python: str
     text: str
@@ -67,7 +67,7 @@ def read_lock(
         wheels, third_party = {}, None
     return EngineLock(
         name=info.name,
-        accelerator=info.accelerator,
+        cuda=info.cuda,
         machine=info.machine,
         python=python,
         text=text,

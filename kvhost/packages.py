@@ -26,7 +26,11 @@ def drive_packages(settings: Settings) -> tuple[str, ...]:
     )
 
 
-def needed_packages(python: str) -> tuple[str, ...]:
-    """Debian packages; a Python outside /usr/bin brings its own venv module."""
-    venv = (f"{python.rpartition('/')[2]}-venv",) if python.startswith("/usr/bin/") else ()
-    return ("libnuma1", "ca-certificates", "util-linux", *venv)
+def needed_packages(python: str, *, gpu: bool = False) -> tuple[str, ...]:
+    """Debian packages; a Python outside /usr/bin brings its own venv module and headers.
+
+    With a GPU, Triton compiles at run time: a compiler and Python.h (vllm-project/vllm#27890).
+    """
+    name = python.rpartition("/")[2] if python.startswith("/usr/bin/") else None
+    own = (f"{name}-venv", *([f"{name}-dev"] if gpu else [])) if name else ()
+    return ("libnuma1", "ca-certificates", "util-linux", *(["gcc", "libc6-dev"] * gpu), *own)

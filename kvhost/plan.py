@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from kvhost.plan_accelerator import accelerator_action, accelerator_notes
 from kvhost.plan_drives import drive_actions, drive_notes
 from kvhost.plan_host import (
     alive,
@@ -18,7 +19,6 @@ from kvhost.plan_host import (
     lock_is_free,
     lock_owner,
     minor,
-    nvidia,
 )
 from kvhost.plan_refusals import find_refusals
 from kvhost.plan_storage import model_to_store
@@ -59,7 +59,7 @@ SERVICES: tuple[tuple[str, Stage, str], ...] = (
 
 def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan:
     """The plan for one host. Raises nothing: what stands against a run is in `refusals`."""
-    actions = _host(settings, report, facts) + _storage(settings, report)
+    actions = _host(settings, report, facts) + _storage(settings, report, facts)
     actions += _engine(settings, report, facts) + _model(settings, report, facts)
     renewed = any(a.stage == "engine" and a.state == "change" for a in actions)
     actions += _services(settings, report, facts, renewed)
@@ -116,14 +116,13 @@ def _host(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Act
     return actions
 
 
-def _storage(settings: Settings, report: HostReport) -> list[Action]:
+def _storage(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Action]:
     actions = drive_actions(settings, report)
     for key, path in (("base_dir", settings.base_dir), ("tier_dir", settings.resolved_tier_dir)):
         disk = report.disk(path)
         there = disk.data is not None and disk.data.exists
         actions.append(Action("storage", f"directory {path} ({key})", _state(disk, there)))
-    what = "the CPU engine, no accelerator"
-    return [*actions, Action("accelerator", what, "keep")]
+    return [*actions, accelerator_action(settings, report, facts)]
 
 
 def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Action]:
@@ -280,11 +279,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         )
     if facts.model is None:
         notes.append("The model's size is not known yet: memory was checked without its weights.")
-    if report.gpu.data and settings.accelerator != "cuda":
-        idle = nvidia(report.gpu.data) if settings.accelerator == "cpu" else None
-        amd = ", ".join(device.address for device in report.gpu.data.amd.pci)
-        if idle or amd:
-            notes.append(f"A GPU is here and will not be used: {idle or f'AMD at PCI {amd}'}.")
+    notes += accelerator_notes(settings, report, facts)
     if kvhost and kvhost.receipt.status == "unreadable":
         notes.append(f"The receipt of the last run is unreadable: {kvhost.receipt.why}.")
     if kvhost and (lock := kvhost.run_lock.data) and lock_is_free(settings, lock, facts):

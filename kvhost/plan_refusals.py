@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvhost.plan_accelerator import accelerator_refusals
 from kvhost.plan_drives import drive_refusals
 from kvhost.plan_host import (
     SUPPORTED,
@@ -17,7 +18,6 @@ from kvhost.plan_host import (
     lock_owner,
     memory_for_us,
     minor,
-    nvidia,
     on_address,
     own_pids,
     own_shm,
@@ -45,7 +45,7 @@ FIRST_LOGIN_UID = 1000
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
     checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
-    checks += [drive_refusals, places, room, _accelerator, _python, failed_before, _model]
+    checks += [drive_refusals, places, room, accelerator_refusals, _python, failed_before, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals
     return list(dict.fromkeys(found))
@@ -157,6 +157,8 @@ def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         )
     if facts.lock_arch != "x86_64" or (arch.data and arch.data.machine != "x86_64"):
         return
+    if facts.cuda is not None:
+        return  # what follows is of the CPU build
     if cpus.data is None:
         yield unreadable("host", "the CPU's instruction sets", cpus.why)
     elif "avx2" not in cpus.data.flags:
@@ -175,7 +177,9 @@ def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         yield unreadable("host", "memory", report.memory.why)
         return
     weights = facts.model.weights_bytes if facts.model else 0
-    caches = (settings.engine_kv_gib + settings.l1_gib) * GIB
+    # with a GPU the engine's own KV lies in its memory
+    engine_kv = settings.engine_kv_gib if facts.cuda is None else 0
+    caches = (engine_kv + settings.l1_gib) * GIB
     needed = weights + caches + PROCESSES_BYTES
     have, whence = memory_for_us(report)
     if needed > have:
@@ -183,7 +187,7 @@ def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
             "host",
             "ram_too_small",
             "the model and its caches do not fit into memory",
-            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {settings.engine_kv_gib} GiB, "
+            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {engine_kv} GiB, "
             f"l1_gib {settings.l1_gib} GiB, processes {size(PROCESSES_BYTES)}",
             f"{size(have)} free for kvhost, {whence}",
             "lower engine_kv_gib or l1_gib, use a smaller model, or free memory",
@@ -237,32 +241,6 @@ def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
             )
 
 
-def _accelerator(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
-    if settings.accelerator == "cpu":
-        return
-    gpu = nvidia(report.gpu.data) if report.gpu.data else None
-    if settings.accelerator == "cuda":
-        yield Refusal(
-            "accelerator",
-            "cuda_not_in_this_version",
-            "accelerator = cuda is not in this version",
-            "accelerator = cpu, the only one that this version installs",
-            gpu or f"no NVIDIA GPU ({report.gpu.why or 'none on the PCI bus'})",
-            'accelerator = "cpu"',
-        )
-    elif report.gpu.data is None:
-        yield unreadable("accelerator", "whether there is a GPU", report.gpu.why)
-    elif gpu:
-        yield Refusal(
-            "accelerator",
-            "gpu_would_idle",
-            "this host has a GPU, and this version installs only the CPU engine",
-            "a host without an NVIDIA GPU, or accelerator set by hand",
-            gpu,
-            'accelerator = "cpu" to ignore the GPU',
-        )
-
-
 def _python(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     if report.pythons.data is None:
         yield unreadable("engine", "Python", report.pythons.why)
@@ -306,7 +284,7 @@ def _model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
             f"max_model_len = {need.max_context}",
         )
     room, wanted = settings.engine_kv_gib * GIB, need.kv_bytes_per_token * tokens
-    if wanted > room:
+    if wanted > room and facts.cuda is None:
         fits = room // need.kv_bytes_per_token
         yield Refusal(
             "model",

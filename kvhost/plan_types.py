@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvhost.driver import Decision
 
 Stage = Literal[
     "host", "storage", "accelerator", "engine", "model", "cache", "runner", "verify"
@@ -28,7 +31,8 @@ class PlanInputs:
     """What the controller knows beside settings and report. Digests are hex, sizes bytes.
 
     `lock_pythons`: "3.11", … that a lock exists for. `lock_arch`: as `uname -m` says it.
-    `lock_refusals`: what stands against the lock, from plan_lock.
+    `lock_refusals`: what stands against the lock, from plan_lock. `lock_state`: what was run with
+    it. `cuda`: the major that it is for, None for the CPU. `driver`: what is decided of the GPU's.
     `model`: None while it is not known (before a download). `engine_config`: the resolved
     configuration whose digest is `engine_config_digest`, to say what makes a namespace new; None
     while it is not known. `rendered`: sha256 by path, below bin/ and etc/ of base_dir, of what
@@ -54,6 +58,9 @@ class PlanInputs:
     lock_is_stale: bool | None = None
     with_key: bool = False
     lock_refusals: tuple[Refusal, ...] = ()
+    lock_state: str = ""
+    cuda: int | None = None
+    driver: Decision | None = None
 
 
 @dataclass(frozen=True)

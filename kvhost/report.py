@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from kvhost.drive_types import Drives
+from kvhost.driver_types import DriverFacts
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -356,6 +357,8 @@ class HostReport(_Model):
     kvhost: Part[Kvhost]
     model: Part[ModelDir]
     adoptable: Part[Adoptable]
+    #: NVIDIA's GPUs, and the driver
+    driver: Part[DriverFacts] = Part[DriverFacts](status="absent", why="not asked for")
     #: looked at only where a drive is claimed, or asked for
     drives: Part[Drives] = Part[Drives](status="absent", why="not asked for")
 

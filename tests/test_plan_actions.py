@@ -53,7 +53,8 @@ def test_everything_changes_on_a_bare_host_and_in_order() -> None:
     order = ["host", "storage", "accelerator", "engine", "model", "cache", "runner", "verify"]
     assert list(dict.fromkeys(stages)) == order
     assert {a.what for a in got.actions if a.state != "change"} == {
-        "the CPU engine, no accelerator", "scripts and configuration"
+        "the CPU engine: accelerator = auto, and no NVIDIA GPU was found here",
+        "scripts and configuration",
     }  # fmt: skip
     engine = action(got, "engine cpu-x86_64-py3.11 for Python 3.11 (/usr/bin/python3.11)")
     assert engine.cost == "downloads 470 MiB, 2 GiB on disk"

@@ -91,7 +91,7 @@ class HostReportText(FactBase[str]):
     @override
     def command(self, argv: tuple[str, ...]) -> str:
         more = DRIVE_SCRIPTS if "--drives" in argv else ()
-        return _sent(("report.py", "report_held.py", *more), argv)
+        return _sent(("report.py", "report_held.py", "report_gpu.py", *more), argv)
 
     @staticmethod
     @override

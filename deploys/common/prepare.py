@@ -6,6 +6,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pyinfra import context, host, logger
@@ -26,6 +27,7 @@ from kvhost.namespace import digest_of, predicted_fields, predicted_versions
 from kvhost.onhost import model_builtin
 from kvhost.packages import drive_packages, needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
+from kvhost.plan_accelerator import decision_of
 from kvhost.plan_drives import claim_of, drive_notes
 from kvhost.plan_host import minor
 from kvhost.plan_lock import choose_lock
@@ -90,7 +92,7 @@ def gather(settings: Settings) -> HostReport:
     """The host's report, in one round trip. Raises ReportError if what came is none."""
     # which Python it will be is only known once the report is there
     packages = sorted(
-        {p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}")}
+        {p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}", gpu=True)}
         | set(drive_packages(settings))
     )
     ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
@@ -131,7 +133,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
     python_path = python.path if python else "/usr/bin/python3"
-    packages = (*needed_packages(python_path), *drive_packages(settings))
+    packages = (*needed_packages(python_path, gpu=info.cuda is not None), *drive_packages(settings))
     report = only_packages(report, packages)
     wheel = settings.engine_wheel if info.cuda is None else None
     try:
@@ -139,7 +141,12 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     except LockError as error:
         raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
-    inputs = plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key)
+    inputs = replace(
+        plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key),
+        lock_state=info.state,
+        cuda=info.cuda,
+        driver=decision_of(report, info, matrix),
+    )
     plan = make_plan(settings, report, inputs)
     if stages is not None:
         plan = Plan(

@@ -41,6 +41,10 @@ def deploy(run: Run) -> None:
         _wheel(run, name, content)
     tools = f"{paths.tools}/current/bin"
     script = run.script("engine")
+    # PyPI has torch for CUDA; its CPU builds are in an index of their own
+    proof: tuple[str, ...] = ("--torch-index", "https://download.pytorch.org/whl/cpu")
+    if run.lock.cuda is not None:
+        proof = ("--cuda", str(run.lock.cuda))
     run_unless(
         name="engine: environment, proven by the ABI check",
         check=("python3", script, "status", "--env", run.env_dir),
@@ -51,7 +55,7 @@ def deploy(run: Run) -> None:
             "--cache", paths.uv_cache, "--user", run.user,
             "--service-env", f"{paths.etc}/service-env.json",
             "--abi-script", run.script("abi_check"),
-            "--torch-index", "https://download.pytorch.org/whl/cpu",
+            *proof,
         ),
         when_ok=lambda state: bool(state["complete"]),
     )  # fmt: skip

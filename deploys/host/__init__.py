@@ -32,7 +32,10 @@ def inside_home(run: Run) -> tuple[str, ...]:
 def deploy(run: Run) -> None:
     debian_packages(
         name="host: packages",
-        packages=(*needed_packages(run.python), *drive_packages(run.settings)),
+        packages=(
+            *needed_packages(run.python, gpu=run.lock.cuda is not None),
+            *drive_packages(run.settings),
+        ),
         note=f"{run.paths.state}/packages",
     )
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)

@@ -20,17 +20,23 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 
 Check = Callable[[], str]
 CHECKS: list[tuple[str, Check]] = []
+#: only where a GPU is used
+GPU_CHECKS: list[tuple[str, Check]] = []
+#: major version of CUDA that the lock is for, None for the CPU; set by main()
+CUDA: int | None = None
 
 
-def check(name: str) -> Callable[[Check], Check]:
+def check(name: str, where: list[tuple[str, Check]] = CHECKS) -> Callable[[Check], Check]:
     def register(function: Check) -> Check:
-        CHECKS.append((name, function))
+        where.append((name, function))
         return function
 
     return register
@@ -58,8 +64,12 @@ def libnuma() -> str:
 def torch_build() -> str:
     import torch
 
-    if "+cpu" not in torch.__version__:
+    if CUDA is None and torch.version.cuda is not None:
         raise RuntimeError(f"torch {torch.__version__} is not a CPU build")
+    if CUDA is not None and torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a CPU build, and a GPU is to be used")
+    if CUDA is not None and int(torch.version.cuda.split(".")[0]) != CUDA:
+        raise RuntimeError(f"torch is built for CUDA {torch.version.cuda}, the lock for {CUDA}")
     if float((torch.ones(8, 8) @ torch.ones(8, 8)).sum()) != 512.0:
         raise RuntimeError("torch multiplies wrongly")
     return str(torch.__version__)
@@ -100,13 +110,14 @@ def vllm_ops() -> str:
     import vllm._custom_ops  # noqa: F401  (loads the extension that fits this CPU)
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() if CUDA is None else current_platform.is_cuda()):
         raise RuntimeError(f"vLLM chose the platform {current_platform.device_name!r}")
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "silu_and_mul"):
         raise RuntimeError("torch.ops._C.silu_and_mul is missing: compiled ops did not load")
-    gate = torch.ones(1, 16)
-    out = torch.empty(1, 8)
+    device = "cpu" if CUDA is None else "cuda"
+    gate = torch.ones(1, 16, device=device)
+    out = torch.empty(1, 8, device=device)
     torch.ops._C.silu_and_mul(out, gate)
     if not 0.7 < float(out[0, 0]) < 0.75:  # silu(1) = 0.7311
         raise RuntimeError(f"silu_and_mul computes wrongly: {out[0, 0]}")
@@ -134,6 +145,76 @@ def lmcache_server() -> str:
 def mp_connector() -> str:
     module = importlib.import_module("lmcache.integration.vllm.lmcache_mp_connector")
     return str(module.LMCacheMPConnector.__name__)
+
+
+# What follows was written without a GPU at hand (docs/testing.md): only that it fails without one
+# was seen.
+
+
+@check("GPU", GPU_CHECKS)
+def gpu_computes() -> str:
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 1:
+        raise RuntimeError("torch sees no GPU")
+    found = []
+    for number in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(number)
+        found.append(f"{torch.cuda.get_device_name(number)} ({major}.{minor})")
+        ones = torch.ones(8, 8, device=f"cuda:{number}")
+        if float((ones @ ones).sum()) != 512.0:
+            raise RuntimeError(f"GPU {number} multiplies wrongly")
+    return ", ".join(found)
+
+
+@check("CUDA runtime", GPU_CHECKS)
+def one_cuda_runtime() -> str:
+    # two majors in one process is what "libcudart.so.12 not found" ends in (vllm#36099)
+    import torch  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module("lmcache")
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        names = {line.split("/")[-1].strip() for line in maps if "/libcudart" in line}
+    majors = {name.split(".so.")[1].split(".")[0] for name in names if ".so." in name}
+    if majors != {str(CUDA)}:
+        raise RuntimeError(f"loaded: {', '.join(sorted(names)) or 'none'}; wanted: one of {CUDA}")
+    return ", ".join(sorted(names))
+
+
+@check("lmcache.cuda_ops", GPU_CHECKS)
+def lmcache_cuda() -> str:
+    try:
+        module = importlib.import_module("lmcache.cuda_ops")
+    except ModuleNotFoundError:
+        module = importlib.import_module("lmcache.c_ops")  # its name before 0.5.4
+    return f"{module.__name__} loads"
+
+
+@check("compiler", GPU_CHECKS)
+def compiler() -> str:
+    # Triton compiles its launchers at run time (vllm#27890: Python.h missing)
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    program = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if program is None or not os.path.exists(header):
+        raise RuntimeError(f"compiler {program or 'not found'}; {header} must exist too")
+    return f"{program}, {header}"
+
+
+@check("GPU store and load", GPU_CHECKS)
+def gpu_store_and_load() -> str:
+    # the copies that a store and a load are made of; the cache's whole path is the restart test's
+    import torch
+
+    there = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
+    host = torch.empty(1 << 16, dtype=torch.float32, pin_memory=True)
+    host.copy_(there)
+    back = torch.empty_like(there)
+    back.copy_(host)
+    torch.cuda.synchronize()
+    if not bool((back == there).all()):
+        raise RuntimeError("what came back from host memory is not what was stored")
+    return "256 KiB to pinned memory and back"
 
 
 @contextlib.contextmanager
@@ -180,10 +261,16 @@ def run_check(name: str, function: Check) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--accelerator", choices=["cpu"], required=True)
-    parser.parse_args()
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--cuda", type=int, help="major version that the lock is for")
+    args = parser.parse_args()
+    if (args.accelerator == "cuda") != (args.cuda is not None):
+        parser.error("--cuda is given with --accelerator cuda, and only then")
+    global CUDA
+    CUDA = args.cuda
+    wanted = CHECKS + (GPU_CHECKS if CUDA is not None else [])
     with stderr_copy() as logged:
-        results = [run_check(name, function) for name, function in CHECKS]
+        results = [run_check(name, function) for name, function in wanted]
         seen = [text for text in DEGRADED if text in logged()]
     results.append(
         {
@@ -192,7 +279,7 @@ def main() -> int:
             "detail": "logged: " + "; ".join(seen) if seen else "none of the known log lines",
         }
     )
-    for name in ("CUDA runtime", "lmcache.cuda_ops", "GPU store and load"):
+    for name, _ in GPU_CHECKS if CUDA is None else []:
         results.append({"name": name, "state": "n/a", "detail": "no GPU is used"})
     ok = all(entry["state"] != "FAIL" for entry in results)
     print(json.dumps({"ok": ok, "checks": results}))

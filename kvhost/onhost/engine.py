@@ -260,7 +260,9 @@ class Build:
         """The proof, with the identity and the environment that the services will have."""
         say(f"ABI check, as user {self.args.user}")
         argv = [os.path.join(self.env, "bin", "python"), self.args.abi_script]
-        argv += ["--accelerator", "cpu"]
+        cuda = self.args.cuda
+        argv += ["--accelerator", "cpu"] if cuda is None else ["--accelerator", "cuda"]
+        argv += [] if cuda is None else ["--cuda", str(cuda)]
         try:
             with open(self.args.service_env, encoding="utf-8") as handle:
                 env = json.load(handle)
@@ -361,6 +363,7 @@ def main() -> int:
         ("abi-script", "abi_check.py"),
     ):
         build.add_argument("--" + name, required=True, help=help_text)
+    build.add_argument("--cuda", type=int, help="major version of CUDA that the lock is for")
     build.add_argument("--torch-index", help="where torch is if the host's places lack it")
     look = commands.add_parser("status", help="JSON: complete or why not")
     look.add_argument("--env", required=True)

@@ -393,6 +393,18 @@ def held(args: argparse.Namespace, argv: list[str]) -> Data:
     return dict(json.loads(got.stdout))
 
 
+def driver() -> Data:
+    """The part that report_gpu.py reads."""
+    got = subprocess.run(
+        [sys.executable, "-I", str(Path(__file__).with_name("report_gpu.py"))],
+        stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60,
+    )  # fmt: skip
+    if got.returncode:
+        last = got.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise OSError(f"report_gpu.py exits {got.returncode}: {last[0]}")
+    return dict(json.loads(got.stdout))
+
+
 def drives(args: argparse.Namespace) -> Data:
     """The part that report_drives.py reads. A drive that hangs is left behind, not waited for."""
     if not args.drives:
@@ -447,6 +459,7 @@ def report(args: argparse.Namespace) -> Data:
         "pythons": lambda: pythons(uid, gids, args.python),
         "gpu": gpu,
         "model": lambda: model(args.model_path, uid, gids),
+        "driver": driver,
         "drives": lambda: drives(args),
     }
     names = ("base_dir", "tier_dir", "service_user", "packages", "ports", "timeout_s")

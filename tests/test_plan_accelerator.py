@@ -1,0 +1,117 @@
+"""The GPU in the plan: what it says, what it refuses, what fits into its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvhost.plan import ModelNeed, Plan, make_plan
+from kvhost.plan_accelerator import decision_of
+from kvhost.plan_lock import choose_lock
+from kvhost.settings import Settings
+from tests.plan_cases import FACTS, GIB, NVIDIA, absent, changed, ok, plan
+from tests.test_driver import BY_ID, MATRIX, facts_of
+
+GOOD = BY_ID["two 4090 without NVSwitch, where the fabric manager has nothing to do"]
+OLD = BY_ID["driver 570 under torch for CUDA 13"]
+H200 = BY_ID["H200 jobs in containers, CUDA error 802"]
+
+
+def on_gpu(
+    case: dict[str, Any], host: dict[str, Any] | None = None, need: ModelNeed | None = None,
+    **settings: Any,
+) -> Plan:  # fmt: skip
+    """The plan as prepare makes it, of a healthy host with a recorded GPU."""
+    report = changed({"gpu": ok(NVIDIA), "pid1.container": case.get("container"), **(host or {})})
+    driver = changed({}).driver.model_validate(ok(facts_of(case)))
+    report = report.model_copy(update={"driver": driver})
+    wanted = Settings(**settings)
+    lock, refusals = choose_lock(wanted, report, MATRIX)
+    facts = replace(
+        FACTS, lock_name=lock.name, lock_refusals=refusals, lock_state=lock.state, cuda=lock.cuda,
+        driver=decision_of(report, lock, MATRIX), model=need or FACTS.model,
+    )  # fmt: skip
+    return make_plan(wanted, report, facts)
+
+
+def codes(got: Plan) -> list[str]:
+    return [refusal.code for refusal in got.refusals]
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cuda"])
+def test_a_good_driver_is_adopted(accelerator: str) -> None:
+    got = on_gpu(GOOD, accelerator=accelerator)
+    assert codes(got) == []
+    (action,) = [action for action in got.actions if action.stage == "accelerator"]
+    assert (action.state, action.what) == (
+        "keep", "driver 580.65.06 as it is, 2 x NVIDIA GeForce RTX 4090"
+    )  # fmt: skip
+    assert [note for note in got.notes if "resolved and never run" in note]
+    assert [note for note in got.notes if "Persistence mode is off" in note]
+
+
+def test_what_stands_against_the_gpu_is_refused_and_never_the_cpu_taken_instead() -> None:
+    got = on_gpu(OLD)
+    assert codes(got) == ["driver_too_old"]
+    assert got.refusals[0].stage == "accelerator"
+    assert codes(on_gpu(H200)) == ["fabric_manager_missing"]
+    cpu = on_gpu(OLD, accelerator="cpu")
+    assert codes(cpu) == []
+    assert [note for note in cpu.notes if "will not be used: NVIDIA at PCI" in note]
+
+
+def test_cuda_without_a_gpu() -> None:
+    none = {**GOOD, "pci": [], "smi": None, "proc": ""}
+    nothing: dict[str, Any] = {"gpu.nvidia.pci": []}
+    assert codes(on_gpu(none, nothing, accelerator="cuda")) == ["no_gpu"]
+    got = on_gpu(none, nothing)
+    assert codes(got) == []
+    assert "no NVIDIA GPU was found here" in str(got.actions)
+
+
+def test_facts_that_are_not_there_are_refused() -> None:
+    for part in ({"status": "unreadable", "why": "it hangs", "data": None}, absent()):
+        report = changed({"gpu": ok(NVIDIA)})
+        driver = report.driver.model_validate(part)
+        report = report.model_copy(update={"driver": driver})
+        lock, _ = choose_lock(Settings(), report, MATRIX)
+        facts = replace(FACTS, cuda=lock.cuda, driver=decision_of(report, lock, MATRIX))
+        got = make_plan(Settings(), report, facts)
+        assert codes(got) == ["unreadable"]
+        assert got.refusals[0].found == part["why"]
+    unknown = {"gpu": {"status": "unreadable", "why": "no /sys", "data": None}}
+    assert codes(plan(unknown)) == ["unreadable"]
+
+
+def test_a_gpu_host_needs_no_memory_for_the_engines_own_kv_nor_avx2() -> None:
+    host = {"memory.available": int(5.5 * GIB), "cpus.flags": []}
+    assert codes(on_gpu(GOOD, host)) == []
+    assert codes(plan(host)) == ["no_avx2", "ram_too_small"]
+
+
+ROOM = int(24564 * (1 << 20) * 0.92) - int(1.5 * GIB)  # of one RTX 4090
+
+
+@pytest.mark.parametrize(
+    "need, settings, words",
+    [
+        (ModelNeed(ROOM - 32768 * 8192, 8192, 40960), {}, None),
+        (ModelNeed(ROOM - 32768 * 8192 + 1, 8192, 40960), {}, "max_model_len = 32767"),
+        (ModelNeed(ROOM - 32768 * 8192 + 1, 8192, 40960), {}, "kv_cache_dtype = 'fp8'"),
+        (ModelNeed(16 * GIB, 1 << 18, 40960), {}, "KV 8 GiB for 32768 tokens"),
+        (ModelNeed(16 * GIB, 1 << 18, 40960), {"max_model_len": 8192}, None),
+        (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "the cache keeps KV, never weights"),
+        (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "20.6 GiB of 24 GiB: 92% of it"),
+    ],
+)
+def test_what_fits_into_the_gpu(
+    need: ModelNeed, settings: dict[str, Any], words: str | None
+) -> None:
+    host = {"memory.available": 64 * GIB}
+    got = on_gpu(GOOD, host, need, verify_prompt_tokens=4096, **settings)
+    assert codes(got) == (["model_too_large_for_gpu"] if words else [])
+    if words:
+        refusal = got.refusals[0]
+        assert words in f"{refusal.needed} {refusal.found} {refusal.fix}"
