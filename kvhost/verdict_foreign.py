@@ -55,7 +55,9 @@ def _restarted(facts: ForeignFacts, _: Thresholds) -> Finding:
         return words or None, threshold, None
     if all(signs.values()):
         return words, threshold, True
-    return words, threshold, None if signs.get("start time") else False
+    # vLLM's own start time decides; what else differs may be a proxy, which proves nothing
+    unclear = any(signs.values()) and signs.get("start time") is not False
+    return words, threshold, None if unclear else False
 
 
 def _prompt_long(facts: ForeignFacts, limits: Thresholds) -> Finding:

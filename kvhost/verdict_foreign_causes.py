@@ -129,7 +129,9 @@ TABLE: tuple[ForeignRow, ...] = (
         "Run the test on the server's machine (--where), as root or as the server's user, or let"
         " --metrics-url lead to vLLM itself, whose page tells its start time.",
         lambda f, m: (
-            m.get("restarted") is None and f.request("restored") is not None and m["done"] is True
+            m.get("restarted") is None
+            and f.request("restored") is not None
+            and m.get("done") is True
         ),
     ),
     ForeignRow(
@@ -197,7 +199,7 @@ TABLE: tuple[ForeignRow, ...] = (
         "The server asked its cache for the prompt and got nothing: nothing persisted.",
         "Does the connector write to files, and does it find them after a restart? Give"
         " --storage-dir, so that the test can tell more.",
-        lambda f, m: _missed(m),
+        lambda f, m: _missed(m) and _files(f) is None,
     ),
     ForeignRow(
         "load-failed",
@@ -222,14 +224,20 @@ TABLE: tuple[ForeignRow, ...] = (
         "The files stayed in memory: that the drive serves them is not shown.",
         "Is the storage on tmpfs? It would be empty after a reboot. The test must also be allowed"
         " to write the files (root, or their owner).",
-        lambda f, m: "dropped" in m and m["dropped"] is not True and m.get("written") is True,
+        lambda f, m: (
+            m.get("external_hits") is True and m.get("written") is True and m["dropped"] is not True
+        ),
     ),
     ForeignRow(
         "reads-not-observed",
         "That the files were read again was not seen, so another memory may have served the KV.",
         "Look for a further cache in memory that the command does not restart. A tier that passes"
         " by the page cache cannot be seen reading: give --cache-metrics-url, if it is LMCache's.",
-        lambda f, m: "read_again" in m and m["read_again"] is None and m.get("dropped") is True,
+        lambda f, m: (
+            m.get("external_hits") is True
+            and m.get("dropped") is True
+            and m["read_again"] is not True
+        ),
     ),
     ForeignRow(
         "cached-tokens-missing",

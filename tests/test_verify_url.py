@@ -209,7 +209,8 @@ def test_no_shell_sees_the_command_and_one_that_restarts_nothing_is_seen(
 ) -> None:
     mark = tmp_path / "mark"
     words = ["true", ";", "touch", str(mark), f"$(touch {mark})"]
-    _, found, _ = collect(server, tmp_path, restart=words)
+    hurry = {**QUICK, "settle_s": 0.2}
+    _, found, _ = collect(server, tmp_path, restart=words, timeouts=hurry)
     assert found.restart is not None and found.restart.exit_code == 0
     assert not mark.exists()
     verdict = judge_foreign(found)
@@ -231,7 +232,9 @@ def test_a_server_that_has_answered_is_left_alone(server: Server, tmp_path: Path
     code, found, _ = collect(server, tmp_path)
     assert code == 3 and not found.requests and found.restart is None
     assert found.refused is not None and found.refused.finished == 1
-    code, found, _ = collect(server, tmp_path, disrupt=True, restart=["false"])
+    code, found, _ = collect(
+        server, tmp_path, disrupt=True, restart=["false"], timeouts={**QUICK, "settle_s": 0.2}
+    )
     assert code == 0 and "cold" in found.requests
 
 
@@ -362,6 +365,21 @@ def test_the_command_says_what_it_will_run_and_keeps_the_verdict(
     done = CliRunner().invoke(cli.main, ["report", "--html", str(quick.parent / "html")])
     page = (quick.parent / "html" / "host-gpu-box.html").read_text()
     assert done.exit_code == 0 and "restart by a command" in page
+
+
+def test_on_a_host_that_pyinfra_reaches(server: Server, tmp_path: Path) -> None:
+    """In processes of their own: pyinfra patches the one that imports it."""
+    words = [sys.executable, "-m", "kvhost.cli", "verify", "--where", "@local", "--name", "far"]
+    words += ["--url", server.url, "--metrics-url", server.url + "/metrics"]
+    words += ["--restart-command", shlex.join(server.restart)]
+    env = {**os.environ, "KVHOST_REPORTS": str(tmp_path / "reports")}
+    before = set(Path("/var/tmp").glob("kvhost-*"))
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "run on the host @local, without a shell: " in done.stderr
+    report = reports.latest_report(tmp_path / "reports", "far")
+    assert report is not None and report.verdict.causes[0].slug == "storage-not-seen"
+    assert set(Path("/var/tmp").glob("kvhost-*")) == before  # nothing stays there
 
 
 def test_all_faults_of_the_options_are_told_at_once_and_nothing_is_asked(quick: Path) -> None:
