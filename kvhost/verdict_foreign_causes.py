@@ -27,6 +27,11 @@ def _missed(met: Met) -> bool:
     return met.get("external_hits") is False
 
 
+def _open(met: Met, condition: str) -> bool:
+    """Asked, and not met."""
+    return condition in met and met[condition] is not True
+
+
 def _files(facts: ForeignFacts) -> tuple[int, int, int] | None:
     """(written by the cold request, of these still there, new ones of the restored request)."""
     written, again = facts.evidence.written, facts.request("restored")
@@ -225,7 +230,7 @@ TABLE: tuple[ForeignRow, ...] = (
         "Is the storage on tmpfs? It would be empty after a reboot. The test must also be allowed"
         " to write the files (root, or their owner).",
         lambda f, m: (
-            m.get("external_hits") is True and m.get("written") is True and m["dropped"] is not True
+            m.get("external_hits") is True and m.get("written") is True and _open(m, "dropped")
         ),
     ),
     ForeignRow(
@@ -234,9 +239,7 @@ TABLE: tuple[ForeignRow, ...] = (
         "Look for a further cache in memory that the command does not restart. A tier that passes"
         " by the page cache cannot be seen reading: give --cache-metrics-url, if it is LMCache's.",
         lambda f, m: (
-            m.get("external_hits") is True
-            and m.get("dropped") is True
-            and m["read_again"] is not True
+            m.get("external_hits") is True and m.get("dropped") is True and _open(m, "read_again")
         ),
     ),
     ForeignRow(
