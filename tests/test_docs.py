@@ -31,6 +31,8 @@ from kvhost.services import service_env
 from kvhost.settings import Settings
 from kvhost.verdict import RULES, Rule
 from kvhost.verdict_causes import PAGE, TABLE
+from kvhost.verdict_foreign import RULES as FOREIGN_RULES
+from kvhost.verdict_foreign import ForeignRule
 from kvhost.verdict_foreign_causes import TABLE as FOREIGN_TABLE
 
 REPO = Path(__file__).parents[1]
@@ -128,7 +130,7 @@ def test_every_failure_of_uv_that_has_a_hint_is_explained() -> None:
         assert said & set(marks), marks
 
 
-def not_met(rule: Rule) -> str:
+def not_met(rule: Rule | ForeignRule) -> str:
     if rule.order == "first":
         return "FAIL, before all"
     if rule.order == "precondition":
@@ -143,6 +145,13 @@ def not_met(rule: Rule) -> str:
 def test_the_verdicts_conditions_are_those_of_the_judge() -> None:
     rows = re.findall(r"(?m)^\| `(\w+)` \| (.+?) \| .+? \| (.+?) \|$", page("docs/verdict.md"))
     assert rows == [(rule.id, rule.question, not_met(rule)) for rule in RULES]
+
+
+def test_the_conditions_of_servers_of_others_are_those_of_their_judge() -> None:
+    part = page("docs/verdict.md").partition("## Servers that kvhost did not install")[2]
+    rows = re.findall(r"(?m)^\| (\w+) \| (.+?) \| .+? \| (.+?) \|$", part.partition("\n## ")[0])
+    wanted = [(rule.id, rule.question, not_met(rule)) for rule in FOREIGN_RULES]
+    assert rows[1:] == wanted  # the first is the header
 
 
 def test_every_variable_of_the_services_has_its_reason() -> None:

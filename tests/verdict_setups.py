@@ -291,6 +291,8 @@ SETUPS: tuple[Setup, ...] = (
 def row(setup: Setup) -> str:
     folder = "evidence_foreign" if setup.url else "evidence"
     source = f"{folder}/{setup.base}"
+    if setup.base == "mp":
+        source = "evidence/healthy-fs_native, as `--url` sees it"
     source += f", edited: {setup.edited}" if setup.edited else ", as recorded"
     cause = f"`{setup.cause}`" if setup.cause else "-"
     what = ("`--url`: " if setup.url else "") + setup.what
