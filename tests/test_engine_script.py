@@ -28,7 +28,8 @@ needs_uv = pytest.mark.skipif(not UV.exists(), reason="uv is not installed")
 
 ABI_DOUBLE = """
 import json, os, sys
-checks = [{"name": "double", "state": "ok", "detail": json.dumps(dict(os.environ))}]
+detail = json.dumps({**os.environ, "argv": sys.argv[1:]})
+checks = [{"name": "double", "state": "ok", "detail": detail}]
 print("noise")
 print(json.dumps({"ok": True, "checks": checks}))
 """
@@ -195,6 +196,17 @@ def test_wheels_of_kvhost_are_found_without_any_setting(place: Place) -> None:
 
 
 @needs_uv
+def test_a_cuda_lock_is_proven_as_one_and_no_local_version_takes_its_place(place: Place) -> None:
+    digest = wheel(place.links, "torch")
+    wheel(place.links, "torch", "1.0+cpu")  # on a host whose find-links hold the CPU build
+    place.lock.write_text(f"torch===1.0 \\\n    --hash=sha256:{digest}\n")
+    place.more = ["--cuda", "13"]
+    place.install()
+    assert (place.site / "torch-1.0.dist-info").is_dir()
+    [check] = json.loads((place.env / ".kvhost-complete.json").read_text())["abi"]
+    assert json.loads(check["detail"])["argv"] == ["--accelerator", "cuda", "--cuda", "13"]
+
+
 def test_the_index_of_torch_is_used_only_where_the_hosts_places_lack_it(place: Place) -> None:
     place.digests["torch"] = index(place.root / "torch-index", "torch")
     index(place.root / "first", "tinyz")
