@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,14 @@ def test_the_script_reads_a_host_with_gpus(root: Path) -> None:
     assert facts.smi.log.gpus[0].memory_mib == 24564
     whole = str(report_gpu.driver())
     assert "secret" not in whole and "1650522003820" not in whole and "GPU-5135" not in whole
+
+
+def test_the_scripts_that_the_report_runs_travel_with_it() -> None:
+    report = (REPO / "kvhost/onhost/report.py").read_text()
+    sent = (REPO / "deploys/common/facts.py").read_text()
+    names = re.findall(r'with_name\("(\w+\.py)"\)', report)
+    assert "report_gpu.py" in names
+    assert [name for name in names if f'"{name}"' not in sent] == []
 
 
 def test_the_script_reads_a_host_without_any(root: Path) -> None:

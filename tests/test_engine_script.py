@@ -152,6 +152,7 @@ def test_installed_proven_switched_and_the_second_time_nothing_is_done(place: Pl
     shown = said[said.index("double") :].splitlines()[0]
     env = json.loads(shown[shown.index("{") :])
     env.pop("LC_CTYPE", None)  # Python's own doing
+    assert env.pop("argv") == ["--accelerator", "cpu"]
     assert env == {"HOME": str(place.root), "MARK": "1"}
     place.switch()
     assert (place.root / "current").resolve() == place.env
@@ -207,6 +208,7 @@ def test_a_cuda_lock_is_proven_as_one_and_no_local_version_takes_its_place(place
     assert json.loads(check["detail"])["argv"] == ["--accelerator", "cuda", "--cuda", "13"]
 
 
+@needs_uv
 def test_the_index_of_torch_is_used_only_where_the_hosts_places_lack_it(place: Place) -> None:
     place.digests["torch"] = index(place.root / "torch-index", "torch")
     index(place.root / "first", "tinyz")
