@@ -215,13 +215,18 @@ def _silent(host: Host) -> Refusal | None:
         return None
     nvrm = [line for line in host.facts.kernel_log if "NVRM" in line]
     said = "; ".join([*smi.said[:1], *nvrm[-2:]]) or f"nvidia-smi exits {smi.exit}"
+    fix = (
+        "in the firmware's setup turn on Above 4G Decoding and Resizable BAR, look at power and "
+        "seating, and at NVRM in dmesg; a new driver is not the first thing to try"
+    )
+    if smi.exit is None:  # some cards take longer to start than nvidia-smi was waited for
+        fix = "systemctl enable --now nvidia-persistenced keeps the driver ready; then run again"
     return refusal(
         "gpu_not_answering",
         "the driver is loaded, but no GPU answers it",
         "a GPU in nvidia-smi",
         f"{host.names()}: {said}",
-        "in the firmware's setup turn on Above 4G Decoding and Resizable BAR, look at power and "
-        f"seating, and at NVRM in dmesg; a new driver is not the first thing to try; {OR_CPU}",
+        f"{fix}; {OR_CPU}",
     )
 
 

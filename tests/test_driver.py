@@ -150,6 +150,9 @@ VARIANTS: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("no user space in a container", changed(GOOD, smi=None, library=None, container="docker"),
      ["userspace_missing"], "NVIDIA_DRIVER_CAPABILITIES"),
     ("nvidia-smi is not installed, the libraries are", changed(GOOD, smi=None), [], "as it is"),
+    ("nvidia-smi does not end", changed(GOOD, smi={"exit": None, "said": [
+     "TimeoutExpired: Command 'nvidia-smi' timed out after 25 seconds"]}),
+     ["gpu_not_answering"], "enable --now nvidia-persistenced"),
     ("a card that is not known", changed(GOOD, pci=["0x4242 nvidia"]), [], "0x4242"),
     ("a display card beside it", changed(GOOD, pci=["0x2684 nvidia", "0x1d01 nvidia"]), [],
      "no code for NVIDIA GeForce RTX 4090, which"),

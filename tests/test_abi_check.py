@@ -1,0 +1,119 @@
+"""The ABI check's own decisions; a module of three names stands in for torch where it is asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvhost.onhost import abi_check
+
+SCRIPT = Path(str(abi_check.__file__))
+
+
+class Ones:
+    """torch.ones(8, 8), which is asked for one sum."""
+
+    def __matmul__(self, other: Ones) -> Ones:
+        return self
+
+    def sum(self) -> float:
+        return 512.0
+
+
+def torch_double(version: str, cuda: str | None, gpus: int = 0) -> Any:
+    return SimpleNamespace(
+        __version__=version,
+        version=SimpleNamespace(cuda=cuda),
+        ones=lambda *shape, device="cpu": Ones(),
+        cuda=SimpleNamespace(
+            is_available=lambda: gpus > 0,
+            device_count=lambda: gpus,
+            get_device_capability=lambda number: (8, 9),
+            get_device_name=lambda number: "NVIDIA GeForce RTX 4090",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "lock, version, cuda, said",
+    [
+        (None, "2.13.0+cpu", None, "2.13.0+cpu"),
+        (13, "2.13.0+cu130", "13.0", "2.13.0+cu130"),
+        (None, "2.13.0+cu130", "13.0", "is not a CPU build"),
+        (13, "2.13.0+cpu", None, "is a CPU build, and a GPU is to be used"),  # vllm#28371
+        (13, "2.11.0+cu129", "12.9", "built for CUDA 12.9, the lock for 13"),
+    ],
+)
+def test_torch_must_be_the_build_that_the_lock_is_for(
+    monkeypatch: pytest.MonkeyPatch, lock: int | None, version: str, cuda: str | None, said: str
+) -> None:
+    monkeypatch.setattr(abi_check, "CUDA", lock)
+    monkeypatch.setitem(sys.modules, "torch", torch_double(version, cuda))
+    got = abi_check.run_check("torch", abi_check.torch_build)
+    assert (got["state"] == "ok") == (said == version)
+    assert said in got["detail"]
+
+
+@pytest.mark.parametrize("gpus, state", [(0, "FAIL"), (2, "ok")])
+def test_a_gpu_must_be_seen(monkeypatch: pytest.MonkeyPatch, gpus: int, state: str) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch_double("2.13.0+cu130", "13.0", gpus))
+    got = abi_check.run_check("GPU", abi_check.gpu_computes)
+    assert got["state"] == state
+    assert (got["detail"].count("RTX 4090 (8.9)") == 2) == (gpus == 2)
+
+
+def test_without_a_cuda_runtime_none_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abi_check, "CUDA", 13)
+    monkeypatch.setitem(sys.modules, "torch", torch_double("2.13.0+cu130", "13.0"))
+    got = abi_check.run_check("CUDA runtime", abi_check.one_cuda_runtime)
+    assert (got["state"], "loaded: none; wanted: one of 13" in got["detail"]) == ("FAIL", True)
+
+
+def test_a_compiler_and_the_headers_are_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", "/usr/bin/some-cc")
+    assert abi_check.run_check("compiler", abi_check.compiler)["state"] == "ok"
+    (tmp_path / "Python.h").unlink()
+    assert abi_check.run_check("compiler", abi_check.compiler)["state"] == "FAIL"
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    got = abi_check.run_check("compiler", abi_check.compiler)
+    assert (got["state"], "compiler not found" in got["detail"]) == ("FAIL", True)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    """In a Python without any engine, so that all that needs one must fail."""
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(SCRIPT), *argv], capture_output=True, text=True,
+        check=False, env={"PATH": "/usr/bin:/bin"}, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cuda", [(), ("--cuda", "13")])
+def test_every_line_is_asked_and_none_passes_without_an_engine(cuda: tuple[str, ...]) -> None:
+    done = run("--accelerator", "cuda" if cuda else "cpu", *cuda)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, result["ok"]) == (1, False)
+    states = {row["name"]: row["state"] for row in result["checks"]}
+    gpu = {name for name, _ in abi_check.GPU_CHECKS}
+    assert set(states) == {name for name, _ in abi_check.CHECKS} | gpu | {"no silent fallback"}
+    assert {states[name] for name in ("torch", "vllm", "lmcache")} == {"FAIL"}
+    asked = {states[name] for name in gpu - {"compiler"}}
+    assert asked == ({"FAIL"} if cuda else {"n/a"})
+
+
+def test_the_major_belongs_to_cuda_alone() -> None:
+    for argv in (["--accelerator", "cuda"], ["--accelerator", "cpu", "--cuda", "13"]):
+        done = run(*argv)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--cuda is given with --accelerator cuda" in done.stderr
