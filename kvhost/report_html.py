@@ -20,7 +20,15 @@ from markupsafe import Markup
 from kvhost import __version__, report_svg
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.report_svg import Bar, Point
-from kvhost.report_views import ROLES, SOURCES, EventView, HostView, Standing, event_views
+from kvhost.report_views import (
+    ROLES,
+    SOURCES,
+    EventView,
+    HostView,
+    Standing,
+    event_view,
+    event_views,
+)
 from kvhost.reports import Report
 from kvhost.verdict_types import Condition
 from kvhost.verdict_view import figure_text
@@ -180,6 +188,7 @@ def _card(view: HostView) -> dict[str, Any]:
         "page": page_name(view),
         "summary": latest.verdict.summary if latest else "No report of this host can be read.",
         "events": [_event(event) for event in event_views(latest)] if latest else [],
+        "deciding": _event(event_view(latest.result)) if latest else None,
         "unreadable": len(view.unreadable),
     }
 

@@ -23,7 +23,7 @@ SOURCES: dict[str, str] = {
     "engine": "engine's own memory",
     "l1": "cache, memory (L1)",
     "l2": "cache, files (L2)",
-    "outside": "from outside, where is not told",
+    "outside": "from outside of vLLM",
 }
 Tokens = dict[str, float]
 Standing = Literal["PASS", "FAIL", "INCONCLUSIVE", "NONE"]

@@ -387,6 +387,9 @@ def test_every_event_is_shown_and_the_worst_stands(tmp_path: Path) -> None:
     assert view.standing == "FAIL" and "the worst of 2 events" in page.text
     for words in ("restart of the runner", "reboot of the host", "Conditions: reboot of the host"):
         assert words in page.text
+    fleet = Page(report_html.fleet_page([view]))
+    assert "PASS restart of the runner FAIL reboot of the host reboot of the host:" in fleet.text
+    assert len([tag for tag, _ in fleet.tags if tag == "svg"]) == 2  # of the event that decides
     cases = list(ElementTree.fromstring(junit([view])).iter("testcase"))
     assert [(c.find("failure") is None, c.attrib["name"]) for c in cases] == [
         (True, "KV cache survives: restart of the runner"),
