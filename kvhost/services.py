@@ -129,6 +129,8 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_CPU_KVCACHE_SPACE": str(settings.engine_kv_gib),
+        # on a GPU it is compiled at the start, and without nvcc the engine dies (vllm#49497)
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
 
 
