@@ -9,21 +9,24 @@ drive_layers.py DEVICE shows what a device is a part of.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import secrets
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
 if TYPE_CHECKING or __package__:
-    from kvhost.onhost import drive_fstab
-    from kvhost.onhost.drive_disk import Refused, blkid, maj_min, read_text, say, step, tool
+    from kvhost.onhost import drive_fstab, drive_mount
+    from kvhost.onhost.drive_disk import Disk, Refused, blkid, maj_min, read_text, say, step, tool
     from kvhost.onhost.drive_journal import sync_directory
 else:
     import drive_fstab
-    from drive_disk import Refused, blkid, maj_min, read_text, say, step, tool
+    import drive_mount
+    from drive_disk import Disk, Refused, blkid, maj_min, read_text, say, step, tool
     from drive_journal import sync_directory
 
 Data = dict[str, Any]
@@ -68,6 +71,20 @@ class Layers:
         if not self.opened(device):
             raise Refused("no_key", f"{device} is encrypted, and {self.key} does not open it")
         return MAPPED
+
+    def taken_apart(self, disks: Sequence[Disk], journal: Data) -> None:
+        """Closes what a cut-off run, or udev after it, had opened on its partitions: our mapping
+        and the array of the journal. Mounted, they stay, and the probe will say so."""
+        tops = [MAPPED] if os.path.exists(MAPPED) else []
+        array = running_array(journal["md_uuid"]) if len(disks) > 1 else None
+        tops += [array] if array else []
+        for top in tops:
+            if not os.path.exists(top):
+                continue  # gone with the one before
+            numbers = maj_min(os.stat(top).st_rdev)
+            if drive_mount.disks_below(numbers) <= {disk.numbers for disk in disks}:
+                with contextlib.suppress(RuntimeError):
+                    close(top)
 
     def made(self, parts: list[str], journal: Data, keep: tuple[int, ...]) -> str:
         """The device to make the filesystem on; what a run before left half-made is made anew.

@@ -125,6 +125,8 @@ class Volume:
 
     def make(self, journal: Data | None, dry: bool) -> str | None:
         """Goes on with the journal, or begins a new one; first all decisions, then the writing."""
+        if journal is not None:
+            self.layers.taken_apart(self.disks, journal)
         writers, entries = [], []
         for disk, member in zip(self.disks, self.members):  # noqa: B905 (Python 3.9)
             found = probed(disk, member)
