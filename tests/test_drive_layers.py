@@ -107,9 +107,7 @@ def test_encrypted_cut_off_rebooted_and_erased(machine: Machine) -> None:
 
 
 def test_two_drives_become_one_array_that_comes_back(machine: Machine) -> None:
-    # the first one is not blank any more, and is left out by its size
     first = machine.names()["KVONE"]
-    machine.ssh(f"nvme list >/dev/null; wipefs -aq /dev/{first}; true")
     striped = {**STRIPED, "drive_count": 3}
     machine.ssh(f"blkdiscard -z /dev/{first}")
     order(machine, **striped)

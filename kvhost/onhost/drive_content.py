@@ -133,19 +133,19 @@ def kvhosts_own(device: Data, mounted: dict[str, list[drive_sys.Mount]]) -> Data
     return {
         "partition": f"/dev/{row['name']}",
         "filesystem": at[0].fs if at else row["type"],
-        "encrypted": _is_encrypted(row["type"], tree),
+        "encrypted": _is_encrypted(row["type"], tree, bool(at)),
         "uuid": row["uuid"],
         "mounted_at": sorted({mount.point for mount in at}),
         "marker": marker,
     }
 
 
-def _is_encrypted(kind: str | None, tree: list[str]) -> bool | None:
-    """None of a member of an array that is not running."""
+def _is_encrypted(kind: str | None, tree: list[str], mounted: bool) -> bool | None:
+    """None of a member of an array in which nothing is mounted: it may hold either."""
     ids = [drive_sys.text(drive_sys.block(one, "dm/uuid")) or "" for one in tree]
     if kind == "crypto_LUKS" or any(one.startswith("CRYPT-") for one in ids):
         return True
-    return None if kind == "linux_raid_member" and len(tree) == 1 else False
+    return None if kind == "linux_raid_member" and not mounted else False
 
 
 def shown(words: str) -> str:
