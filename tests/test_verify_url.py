@@ -261,6 +261,19 @@ def test_what_a_server_does_not_tell(
     assert (verdict.persisted, slug) == (persisted, cause)
 
 
+def test_what_a_server_says_of_a_failed_request_is_kept_without_prompt_and_key(
+    server: Server, tmp_path: Path
+) -> None:
+    server.mode(fails=["restored"], key="hush-hush")
+    (tmp_path / "key").write_text("hush-hush\n")
+    hurry = {**QUICK, "settle_s": 0.2}
+    key = str(tmp_path / "key")
+    _, found, stderr = collect(server, tmp_path, api_key_file=key, timeouts=hurry)
+    error = found.requests["restored"].error or ""
+    assert "failed" in error and "(ids)" in error
+    assert "11, 12" not in error + stderr and "hush" not in found.model_dump_json() + stderr
+
+
 def test_interrupted_in_the_restart_the_server_is_up_again(server: Server, tmp_path: Path) -> None:
     slow = [sys.executable, "-c", "import sys, time, subprocess; open(sys.argv[1], 'w'); "
             "time.sleep(1); subprocess.run(sys.argv[2:])"]  # fmt: skip

@@ -93,7 +93,8 @@ class Handler(BaseHTTPRequestHandler):
         with (STATE / "asked.jsonl").open("a") as file:
             file.write(json.dumps({"role": role, **asked}) + "\n")
         if role in mode.get("fails", []):
-            return self.reply(500, '{"error": "prompt [11, 12, 13, 14, 15] failed"}')
+            sent = self.headers.get("Authorization", "")
+            return self.reply(500, f'{{"error": "prompt [11, 12, 13, 14, 15] of {sent} failed"}}')
         self.answer(role, RECORDED["requests"][role])
         return None
 
