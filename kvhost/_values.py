@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from kvhost._problems import Refusal, short
+from kvhost.evidence_model import EVENTS
 
 # These characters need no quoting in a shell, a unit file, an ini file ("%" and ";" do) or JSON.
 _PATH = re.compile(r"/[A-Za-z0-9/._+-]*")
@@ -230,6 +231,16 @@ def engine_wheel(value: str) -> str:
             "party's build and comes from the lock"
         )
     return value
+
+
+def verify_events(items: list[str]) -> list[str]:
+    """Events of the restart test, each once."""
+    wrong = [repr(one) for one in items if one not in EVENTS]
+    if wrong:
+        raise Refusal(f"has {', '.join(wrong)}; there are {', '.join(EVENTS)}", ["both"])
+    if not items or len(set(items)) < len(items):
+        raise Refusal("must name at least one event, and each only once", ["both"])
+    return items
 
 
 def _path_of_url(target: str) -> str:

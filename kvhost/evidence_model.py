@@ -145,8 +145,8 @@ class Request(Part):
     files: FilesDelta | None
     prompt_tokens: Count | None = None
     """Tokens of this prompt; None: those of the config."""
-    logprobs: list[float | None] | None = None
-    """Log probability of each output token, natural logarithm."""
+    first_logprobs: dict[str, float] | None = None
+    """Token id -> log probability (natural logarithm) of the likeliest first tokens."""
     written: Written | None = None
     """The wait for this request's files, where the test depends on them."""
 
@@ -173,24 +173,14 @@ class PageCache(Part):
 
 
 class Moved(Part):
-    """Files of one of the test's own prompts, moved out of the namespace and put back."""
+    """Files of one of the test's own prompts, moved to another namespace while it was asked, and
+    put back; how many of their pages were in the page cache then (None: they cannot be dropped)."""
 
     moved: Count
     put_back: Count
     left: Count
-    """Files that could be put back nowhere; they lie where the journal says."""
-
-
-class Foreign(Part):
-    """A namespace of the test's own beside the real one, with copies of the files of a prompt.
-
-    ``read``: files of it whose pages were in the page cache afterwards, though dropped before.
-    """
-
-    planted: Count
-    read: Count | None
-    changed: Count
-    removed: bool
+    pages: Count
+    resident_after: Count | None
 
 
 class Flushed(Part):
@@ -265,6 +255,8 @@ class TestConfig(Part):
     warm: bool
     disrupt: bool
     namespace_dir: str
+    exact_numerics: bool = True
+    """Whether the same request gives the same arithmetic; False on a GPU."""
 
 
 class Filesystem(Part):
@@ -296,7 +288,7 @@ class Evidence(Part):
     cleanup: Cleanup | None
     steps: list[Step]
     moved: Moved | None = None
-    foreign: Foreign | None = None
+    registered: bool | None = None
     flushed: Flushed | None = None
     killed: Killed | None = None
     resumed: Resumed | None = None

@@ -42,6 +42,7 @@ _CacheKind = Annotated[Literal["mp"], BeforeValidator(cache_kind_in_this_version
 _Host = Annotated[str, AfterValidator(_values.api_host)]
 _Port = Annotated[int, AfterValidator(_values.port)]
 _RunnerArgs = Annotated[list[str], AfterValidator(_check_runner_args)]
+_Events = Annotated[list[str], AfterValidator(_values.verify_events)]
 _Line = Annotated[str, AfterValidator(_values.one_line)]
 
 _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
@@ -324,6 +325,21 @@ class Settings(DriveSettings):
         example=0.9,
         gt=0,
         le=1,
+        reaches_host=False,
+    )
+    verify_events: _Events = setting(
+        _RUN,
+        ["both"],
+        "What that test does: runner, cache or both are restarted, kill (-9 of both in a write), "
+        "other (a second pair beside them), reboot (of the host).",
+        example=["both", "kill"],
+        reaches_host=False,
+    )
+    reboot_local: bool = setting(
+        _RUN,
+        False,
+        "Whether the event reboot may reboot the machine that kvhost itself runs on (@local).",
+        example=True,
         reaches_host=False,
     )
     disrupt: bool = setting(

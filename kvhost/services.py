@@ -200,6 +200,11 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         *("--record", f"{paths.run}/cache.json"),
         "{unclean}",
     )
+    # files that a test which is dead had moved aside; before the sweep, which judges what is there
+    heal = (
+        *(f"{paths.tools}/current/bin/python", f"{paths.bin}/evidence_aside.py"),
+        *("heal", "--tier", settings.paths.tier_dir),
+    )
     stale = shm_sweep(paths, f"lmcache_l1_pool_{shm_name(paths)}", "lmcache_kv_*")
     argv = (
         *(f"{paths.current}/bin/lmcache", "server"),
@@ -217,7 +222,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         argv=argv,
         env=service_env(settings, paths),
         watch=(paths.current,),
-        before=(stale, sweep),
+        before=(stale, heal, sweep),
         needs_mount=_drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,

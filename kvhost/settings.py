@@ -87,12 +87,22 @@ def validate_hosts(
             checked = misplaced + (checked if isinstance(checked, list) else [])
         if isinstance(checked, Settings):
             settings[host] = checked
-            continue
+            checked = _reboots_the_controller(host, checked)
         for problem in checked:
             problems.setdefault(problem, []).append(host)
     if problems:
         raise SettingsError(problems, len(data_by_host))
     return settings
+
+
+def _reboots_the_controller(host: str, settings: Settings) -> list[Problem]:
+    """pyinfra's name of the machine that it runs on is @local."""
+    asked = "reboot" in settings.verify_events and host.startswith("@local")
+    if not asked or settings.reboot_local:
+        return []
+    what = "the test would reboot the machine that kvhost itself runs on"
+    write = "reboot_local = true (kvhost verify goes on after it), or verify_events without reboot"
+    return [Problem("verify_events, reboot_local", what, write)]
 
 
 def settings_digest(settings: Settings) -> str:

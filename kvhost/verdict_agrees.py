@@ -9,21 +9,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from kvhost.evidence_model import Process
-from kvhost.verdict_facts import Facts
+from kvhost.evidence_model import Event, Process
+from kvhost.verdict_facts import AFTER, BEFORE, Facts
 
 Check = Callable[[Facts], str | None]
 # as evidence.py names its steps
-NEEDED = (
-    "identify the services",
-    "is the server in use",
-    "restart the cache server",
-    "restart the runner",
-)
+NEEDED: dict[Event, tuple[str, ...]] = {
+    "runner": ("restart the runner",),
+    "cache": ("restart the cache server", "the runner registers again"),
+    "both": ("restart the cache server", "restart the runner"),
+    "kill": ("kill -9 both services in a write, start them",),
+    "other": ("start a second pair of services",),
+    "reboot": ("flush the test's files to the drive", "the services come back by themselves"),
+}
 REQUESTS = {
     "cold": "cold request, until it is written",
+    "moved_cold": "cold request of a control: moved",
+    "half_cold": "cold request of a control: half",
     "warm": "warm request",
+    "moved": "control: files moved to another namespace",
+    "half": "control: the first half of a prompt",
     "restored": "the same request again",
+    "cut": "the killed request again",
+    "reference": "the killed request, computed anew",
     "control": "control: an unseen prompt",
 }
 DROP = "drop the test's files from the page cache"
@@ -43,7 +51,7 @@ def _step(facts: Facts, name: str) -> bool | None:
 
 
 def _steps(facts: Facts) -> str | None:
-    for name in NEEDED:
+    for name in ("identify the services", "is the server in use", *NEEDED[facts.evidence.event]):
         if not _step(facts, name):
             return f"step not done: {name}"
     return None
@@ -54,10 +62,11 @@ def _steps_fit(facts: Facts) -> str | None:
 
     A failed request after the restart is the cache's failure, no contradiction.
     """
+    needed = ("cold", "restored", "control", *(["warm"] if facts.evidence.config.warm else []))
     done = {
         name: (request := facts.request(role)) is not None and request.error is None
         for role, name in REQUESTS.items()
-        if role != "warm" or facts.evidence.config.warm or facts.request("warm")
+        if facts.request(role) or _step(facts, name) is not None or role in needed
     }
     done[DROP] = facts.evidence.page_cache is not None
     for name, result in done.items():
@@ -72,7 +81,7 @@ def _http(facts: Facts) -> str | None:
             return f"the {role} request says it is {request.role}"
         if request.error is None and request.http_status not in (200, None):
             return f"the {role} request: HTTP {request.http_status}, but no error"
-        if request.error is not None and role in ("cold", "warm"):
+        if request.error is not None and role in BEFORE and role != "killed":
             return f"the {role} request failed"
     return None
 
@@ -80,28 +89,34 @@ def _http(facts: Facts) -> str | None:
 def _restart(facts: Facts) -> str | None:
     for name, service in facts.evidence.services.items():
         code = service.restart.exit_code if service.restart else None
-        if code != 0:
+        if code != 0 and name in facts.replaced:
             return f"restart of the {name}: exit {'unknown' if code is None else code}"
         old, new = service.before.proc, service.after.proc if service.after else None
-        if old and new and new.start_ticks < old.start_ticks:
+        anew = facts.evidence.event == "reboot"
+        if old and new and new.start_ticks < old.start_ticks and not anew:
             return f"the new {name} started before the old one"
     return None
 
 
 def _boot(facts: Facts) -> str | None:
-    seen: list[Process | None] = []
+    """Every process is of the boot of its time: there is another one after a reboot only."""
+    before, after = facts.boots()
+    seen: list[tuple[Process | None, str]] = []
     for service in facts.evidence.services.values():
-        for side in (service.before, service.after):
-            seen += [side.record, side.proc] if side else []
-    for _, shots in facts.lives():
-        for shot in shots:
-            seen += [shot.processes.cache, shot.processes.runner]
-    same = all(who is None or who.boot_id == facts.evidence.boot_id for who in seen)
-    return None if same else "more than one boot"
+        for side, boot in ((service.before, before), (service.after, after)):
+            seen += [(side.record, boot), (side.proc, boot)] if side else []
+    for roles, boot in ((BEFORE, before), (AFTER, after)):
+        for request in facts.phase(roles):
+            for shot in (request.before, request.after):
+                who = (shot.processes.cache, shot.processes.runner) if shot else ()
+                seen += [(process, boot) for process in who]
+    if any(who is not None and who.boot_id != boot for who, boot in seen):
+        return "more than one boot"
+    return None
 
 
 def _order(facts: Facts) -> str | None:
-    shots = [shot.unix for _, found in facts.lives() for shot in found]
+    shots = [shot.unix for shot in facts.shots()]
     times = [facts.evidence.started_unix, *shots, facts.evidence.finished_unix]
     return "times run backwards" if any(b < a for a, b in itertools.pairwise(times)) else None
 
@@ -132,12 +147,11 @@ def _bytes(facts: Facts) -> str | None:
 def _own_files(facts: Facts) -> str | None:
     """Own files are among those that the cold request wrote, and among all that are there."""
     written = facts.evidence.written
-    for _, shots in facts.lives():
-        for shot in shots:
-            if written is not None and shot.own_files > written.new_files:
-                return f"{shot.own_files} own files, {written.new_files} written"
-            if shot.own_files > shot.files:
-                return f"{shot.own_files} own files of {shot.files}"
+    for shot in facts.shots():
+        if written is not None and shot.own_files > written.new_files:
+            return f"{shot.own_files} own files, {written.new_files} written"
+        if shot.own_files > shot.files:
+            return f"{shot.own_files} own files of {shot.files}"
     return None
 
 
@@ -156,8 +170,8 @@ def _pages(facts: Facts) -> str | None:
 
 def _hits(facts: Facts) -> str | None:
     """No request finds more than its prompt, and nothing is found in an L2 that is not there."""
-    limit = facts.evidence.config.prompt_tokens
     for role, request in facts.evidence.requests.items():
+        limit = request.prompt_tokens or facts.evidence.config.prompt_tokens
         found = {
             "the cache": facts.cache(role, "hit_tokens"),
             "L1 and L2": _sum(facts.cache(role, f"hit_{tier}_tokens") for tier in ("l1", "l2")),

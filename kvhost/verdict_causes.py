@@ -28,6 +28,21 @@ def _missed(met: Met) -> bool:
     return met.get("l2_hits") is False or met.get("external_hits") is False
 
 
+def _another_answer(met: Met) -> bool:
+    return False in (met.get("same_answer"), met.get("first_token"))
+
+
+def _more_than_shared(facts: Facts, met: Met) -> bool:
+    found, whole = facts.cache("half", "hit_tokens"), facts.aligned_of("half_cold")
+    return met.get("half_hits") is False and found is not None and found > whole / 2
+
+
+def _unasked_restart(facts: Facts, met: Met) -> bool:
+    """A service that was to go on is another process."""
+    stay = {"cache", "runner"} - facts.replaced
+    return any(met.get(f"restarted_{name}") is False for name in stay)
+
+
 def _removed(facts: Facts) -> bool:
     """Whether there were fewer files before the restored request than after the cold one."""
     cold, again = facts.request("cold"), facts.request("restored")
@@ -103,8 +118,7 @@ def _no_metrics(facts: Facts, met: Met) -> bool:
     refused = facts.evidence.refused
     if refused is not None:
         return refused.busy is None
-    shots = [shot for _, found in facts.lives() for shot in found]
-    return any(shot.vllm is None or shot.cache is None for shot in shots)
+    return any(shot.vllm is None or shot.cache is None for shot in facts.shots())
 
 
 def _other_server(facts: Facts, met: Met) -> bool:
@@ -132,13 +146,16 @@ TABLE: tuple[Row, ...] = (
         "Wrong KV was served: the answer changed after the restart.",
         "Stop using this namespace. Compare model, KV dtype, versions and parallelism with those"
         " that wrote it; remove the namespace's directory and run the test again.",
-        lambda f, m: m.get("same_answer") is False and (f.cache("restored", "hit_tokens") or 0) > 0,
+        lambda f, m: (
+            m.get("cut_answer") is False
+            or (_another_answer(m) and (f.cache("restored", "hit_tokens") or 0) > 0)
+        ),
     ),
     Row(
         "answer-differs-without-a-hit",
         "The answer changed although nothing came from the cache.",
         "Look at what else changed with the restart: model files, dtype, versions, flags.",
-        lambda f, m: m.get("same_answer") is False and not f.cache("restored", "hit_tokens"),
+        lambda f, m: _another_answer(m) and not f.cache("restored", "hit_tokens"),
     ),
     Row(
         "answers-not-repeatable",
@@ -146,8 +163,7 @@ TABLE: tuple[Row, ...] = (
         "Use float32 or a longer-margin model for the test, or settings that make the engine's"
         " arithmetic repeatable.",
         lambda f, m: (
-            "same_answer" in m
-            and m["same_answer"] is None
+            None in (m.get("same_answer", True), m.get("first_token", True))
             and f.answered("restored") is True
             and f.answered("warm") is True
         ),
@@ -178,10 +194,29 @@ TABLE: tuple[Row, ...] = (
         lambda f, m: _step_failed(f, "restart "),
     ),
     Row(
+        "second-pair-missing",
+        "The second pair of services did not start.",
+        "See the error of the step: free memory for a second engine is needed, and free ports.",
+        lambda f, m: _step_failed(f, "start a second pair"),
+    ),
+    Row(
+        "not-rebooted",
+        "The host was not rebooted: it is the same boot, and the same first process.",
+        "See whether the account may reboot the host; in a container, the container is meant.",
+        lambda f, m: m.get("rebooted") is False,
+    ),
+    Row(
+        "restarted-by-itself",
+        "A service that was to go on was restarted too.",
+        "Look in its log for a crash. A runner that dies when the cache server is restarted has a"
+        " time-out that is too long (mq_timeout_s) or is bound to it by its unit.",
+        _unasked_restart,
+    ),
+    Row(
         "not-restarted",
         "A service was not restarted: its process is the one of before.",
         "Look at the restart command and at who holds the port; a second instance may serve it.",
-        lambda f, m: m.get("restarted_cache") is False or m.get("restarted_runner") is False,
+        lambda f, m: any(m.get(f"restarted_{name}") is False for name in f.replaced),
     ),
     Row(
         "prompt-too-short",
@@ -205,7 +240,37 @@ TABLE: tuple[Row, ...] = (
         "unseen-prompt-hits",
         "A prompt that was never seen hits: hits mean nothing on this server.",
         "Look for a proxy or a cache in front of the server, and for planted KV files.",
-        lambda f, m: m.get("control_misses") is False or m.get("cold_cold") is False,
+        lambda f, m: (
+            m.get("control_misses") is False
+            or m.get("cold_cold") is False
+            or _more_than_shared(f, m)
+        ),
+    ),
+    Row(
+        "hits-without-files",
+        "A prompt was found although its files were in another namespace.",
+        "Its KV comes from elsewhere: a second tier, another directory, a cache in front. See the"
+        " cache server's adapters, and whether they read more than their base_path.",
+        lambda f, m: m.get("moved_misses") is False,
+    ),
+    Row(
+        "not-registered-again",
+        "The engine did not register again with the cache server after its restart.",
+        "It notices only a server that was away longer than two heartbeats (LMCache#4642): see"
+        " heartbeat_s and mq_timeout_s, or restart the runner with the cache server.",
+        lambda f, m: m.get("registered", True) is not True and f.evidence.registered is not None,
+    ),
+    Row(
+        "engine-not-emptied",
+        "The engine's own memory could not be filled, so that it may have answered.",
+        "See the error of the step; a large memory needs more time. The event both needs none.",
+        lambda f, m: _step_failed(f, "empty the engine"),
+    ),
+    Row(
+        "kill-too-late",
+        "The services were not killed in the middle of a write: all was written, or nothing.",
+        "Repeat it; a longer prompt (verify_prompt_tokens) takes longer to write.",
+        lambda f, m: m.get("killed_midway") is False,
     ),
     Row(
         "connector-missing",

@@ -31,6 +31,8 @@ class Thresholds(BaseModel):
     """A prompt of fewer whole chunks says too little."""
     max_resident: float = Field(default=0.01, ge=0, le=1)
     """Part of the test's pages that may stay in the page cache."""
+    max_gap: float = Field(default=0.2, gt=0)
+    """How far the log probability (nats) of the first token may be off, see docs/verdict.md."""
     worth_ratio: float = Field(default=0.8, gt=0, le=1)
     """Worth it: the first token after the restart takes at most this part of the time that
     computing takes, the shorter one of the cold request and the control."""

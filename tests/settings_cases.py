@@ -61,6 +61,8 @@ DEFAULTS: dict[str, object] = {
     "api_key_file": None,
     "ready_timeout_s": 600,
     "runner_extra_args": [],
+    "verify_events": ["both"],
+    "reboot_local": False,
     "verify": "auto",
     "verify_prompt_tokens": 8200,
     "verify_min_hit": 0.95,
@@ -151,6 +153,9 @@ REFUSED: list[tuple[str, object, str]] = [
     ("cache_limit_gib", math.inf, "must be a finite number"),
     ("served_model_name", 70, "--data 'served_model_name=\"1\"'"),
     ("base_dir", ["/srv/kv"], "must be text, not a value of type list"),
+    ("verify_events", [], "must name at least one event"),
+    ("verify_events", ["both", "both"], "each only once"),
+    ("verify_events", ["cold"], "there are runner, cache, both, kill, reboot, other"),
     ("runner_extra_args", "--max-num-seqs 4", "must be a list of texts"),
     ("runner_extra_args", ["--max-num-seqs", 4], "item 2 of the list must be text"),
     # bounds

@@ -56,7 +56,8 @@ def test_from_nothing_to_a_verdict(site: Site, first: Done) -> None:
     assert first.code == 0, first.text[-6000:]
     assert "persisted PASS" in first.text
     [report] = site.reports()
-    verdict, requests = report["verdict"], report["evidence"]["requests"]
+    [result] = report["results"]
+    verdict, requests = result["verdict"], result["evidence"]["requests"]
     assert verdict["persisted"] == "PASS"
     by_id = {c["id"]: c for c in verdict["conditions"]}
     assert all(c["met"] for c in by_id.values()), by_id

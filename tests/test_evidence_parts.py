@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvhost.onhost import evidence as collector
-from kvhost.onhost import evidence_config, ready
+from kvhost.onhost import evidence_config, evidence_events, ready
 from kvhost.onhost import evidence_probe as probe
 
 pytestmark = pytest.mark.verdict
@@ -24,8 +24,14 @@ RECORDING = json.loads((Path(__file__).parent / "fixtures/replay/recording.json"
 
 def test_clean_up_leaves_a_file_that_took_the_name_of_its_own(tmp_path: Path) -> None:
     config = {**evidence_config.OPTIONAL, "namespace_dir": str(tmp_path), "prompt_tokens": 512}
-    config |= {"chunk_size": 256, "model": "m", "timeouts": dict(evidence_config.TIMEOUTS)}
-    one = collector.Collector(config)
+    config |= dict.fromkeys(("api_base", "metrics_url", "cache_http", "own_requests"), "")
+    config |= {
+        "services": {},
+        "chunk_size": 256,
+        "model": "m",
+        "timeouts": dict(evidence_config.TIMEOUTS),
+    }
+    one = evidence_events.Test(config, "both")
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     one.windows = [("cold", probe.scan(str(tmp_path))[0])]
@@ -216,10 +222,12 @@ def test_temporary_and_empty_files_are_no_kv_and_links_are_not_followed(tmp_path
 
 
 def test_the_scripts_are_python_3_9_and_import_only_the_standard_library() -> None:
-    for name in ("evidence.py", "evidence_probe.py", "evidence_config.py"):
-        tree = ast.parse((ONHOST / name).read_text(), feature_version=(3, 9))
+    scripts = sorted(ONHOST.glob("evidence*.py"))
+    assert len(scripts) > 5
+    for script in scripts:
+        tree = ast.parse(script.read_text(), feature_version=(3, 9))
         names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        known = {*sys.stdlib_module_names, "evidence_probe", "evidence_config", "kvhost"}
+        known = {*sys.stdlib_module_names, *(one.stem for one in scripts), "kvhost"}
         assert {n.split(".")[0] for n in names} <= known
-    assert importlib.import_module("kvhost.onhost.evidence").SCHEMA == "kvhost/evidence/1"
+    assert importlib.import_module("kvhost.onhost.evidence").SCHEMA == "kvhost/evidence/2"

@@ -91,7 +91,8 @@ def test_every_adapter_writes_into_the_namespace_and_has_no_cap_of_its_own(kind:
 
 def test_the_sweep_is_told_of_an_unclean_stop_and_of_the_current_namespace() -> None:
     cache = described(tier_dir="/data/tier")["cache"]
-    stale, sweep = cache.before
+    stale, heal, sweep = cache.before
+    assert heal[1:] == (f"{BASE}/bin/evidence_aside.py", "heal", "--tier", "/data/tier")
     assert stale[1:] == (
         f"{BASE}/bin/shm_sweep.py", "lmcache_l1_pool_kvhost-var-lib-kvhost", "lmcache_kv_*",
     )  # fmt: skip
@@ -100,7 +101,7 @@ def test_the_sweep_is_told_of_an_unclean_stop_and_of_the_current_namespace() -> 
     assert option(sweep, "--current") == "ns-" + "a" * 24
     assert sweep[-1] == "{unclean}"
     assert option(sweep, "--record") == f"{BASE}/run/cache.json"
-    assert spec(cache)["before"] == [list(stale), list(sweep)]
+    assert spec(cache)["before"] == [list(stale), list(heal), list(sweep)]
 
 
 def test_the_cache_server_is_away_for_longer_than_two_heartbeats() -> None:

@@ -141,6 +141,16 @@ def test_a_token_to_erase_is_taken_from_the_hosts_own_data_alone(place: str) -> 
     validate_hosts({"one": data}, PYINFRA, {}, {"one": {"drive_serial": place}})
 
 
+def test_the_controller_is_rebooted_only_with_consent() -> None:
+    data: dict[str, object] = {"verify_events": ["both", "reboot"]}
+    for name, changes in (("web-1", {}), ("@local", {"reboot_local": True})):
+        validate_hosts({name: {**data, **changes}}, PYINFRA, {})
+    with pytest.raises(SettingsError) as caught:
+        validate_hosts({"@local": data, "web-1": data}, PYINFRA, {})
+    [(problem, hosts)] = caught.value.problems.items()
+    assert (problem.key, list(hosts)) == ("verify_events, reboot_local", ["@local"])
+
+
 def test_a_key_in_the_environment_opens_the_api() -> None:
     data: dict[str, object] = {"api_host": "0.0.0.0"}
     assert check(data, {"KVHOST_API_KEY": "k"}).api_host == "0.0.0.0"

@@ -9,12 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.verdict_contradictions import CONTRADICTIONS
 from tests.verdict_edits import (
-    Edit,
     Json,
     between,
     both,
@@ -34,19 +32,10 @@ from tests.verdict_edits import (
     restored_hits,
     same_process,
 )
+from tests.verdict_event_cases import EVENT_CASES
+from tests.verdict_types import Case
 
 FIXTURES = Path(__file__).parent / "fixtures" / "evidence"
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    persisted: str
-    edit: Edit = lambda e: None
-    cause: str | None = None  # the first one named
-    base: str = "healthy-fs_native"
-    said: str | None = None  # words of the summary
-    contradiction: str | None = None  # figure of the condition "agrees"
 
 
 @functools.cache
@@ -416,4 +405,5 @@ CASES: tuple[Case, ...] = (
         said="not observed",
     ),
     Case("slower after the restart", "PASS", put(R + "ttft_s", 99.0)),
+    *EVENT_CASES,
 )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-LIVES = (("cold", "warm"), ("restored", "control"))
+from kvhost.verdict_agrees import REQUESTS
+
+LIVES = (
+    ("cold", "moved_cold", "half_cold", "warm", "killed"),
+    ("moved", "half", "restored", "cut", "reference", "control"),
+)
 Json = dict[str, Any]
 Edit = Callable[[Json], object]
 
@@ -37,7 +42,7 @@ def count(role: str, page: str, **amounts: float) -> Edit:
         for later in life[life.index(role) + 1 :]:
             if later in e["requests"]:
                 shots += [e["requests"][later]["before"], e["requests"][later]["after"]]
-        for shot in shots:
+        for shot in filter(None, shots):  # a killed request has no end
             for field, amount in amounts.items():
                 shot[page][field] = (shot[page][field] or 0) + amount
 
@@ -46,7 +51,8 @@ def count(role: str, page: str, **amounts: float) -> Edit:
 
 def each_shot(e: Json, *lives: int) -> list[Json]:
     roles = [role for life in lives for role in LIVES[life] if role in e["requests"]]
-    return [e["requests"][role][side] for role in roles for side in ("before", "after")]
+    shots = [e["requests"][role][side] for role in roles for side in ("before", "after")]
+    return [shot for shot in shots if shot]
 
 
 def in_life(life: int, path: str, value: object) -> Edit:
@@ -71,14 +77,16 @@ def restored_hits(l2: float, l1: float = 0, external: float | None = None) -> Ed
     def edit(e: Json) -> None:
         request = e["requests"]["restored"]
         served = l2 + l1 if external is None else external
-        old = request["after"]["cache"]
+        before, after = request["before"]["cache"], request["after"]["cache"]
+        old = {key: (value or 0) - (before[key] or 0) for key, value in after.items()}
         change = {
             "hit_l2_tokens": l2 - old["hit_l2_tokens"],
             "hit_l1_tokens": l1 - old["hit_l1_tokens"],
             "hit_tokens": l2 + l1 - old["hit_tokens"],
         }
         count("restored", "cache", **change)(e)
-        delta = served - request["after"]["vllm"]["external_hits"]
+        before, after = request["before"]["vllm"], request["after"]["vllm"]
+        delta = served - (after["external_hits"] - (before["external_hits"] or 0))
         count("restored", "vllm", external_hits=delta, from_external=delta)(e)
         count("restored", "vllm", from_compute=-delta)(e)
         request["usage_cached_tokens"] = int(served)
@@ -86,12 +94,7 @@ def restored_hits(l2: float, l1: float = 0, external: float | None = None) -> Ed
     return edit
 
 
-STEPS = {
-    "cold": "cold request, until it is written",
-    "warm": "warm request",
-    "restored": "the same request again",
-    "control": "control: an unseen prompt",
-}
+STEPS = REQUESTS
 
 
 def step(name: str, **changed: object) -> Edit:

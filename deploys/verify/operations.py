@@ -26,6 +26,7 @@ from deploys.common.operations import (
 )
 from deploys.common.ready import ready_command
 from deploys.common.rendered import Late, look
+from deploys.verify.reboot import reboot
 from kvhost.evidence_model import parse_events
 from kvhost.reports import (
     check_writable,
@@ -35,11 +36,14 @@ from kvhost.reports import (
     tell_summary,
     write_report,
 )
+from kvhost.second_pair import second_pair
 from kvhost.services import api_key_path, api_url, served_name
 from kvhost.verdict import judge
 from kvhost.verdict_types import Thresholds
 from kvhost.verdict_view import headline, verdict_table
 
+#: exit codes of evidence.py
+IN_USE, REBOOT = 3, 4
 #: Token ids at both ends of a vocabulary are often special; prompts are drawn between them.
 SPECIAL_IDS = 20
 
@@ -66,11 +70,30 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
             }
             for name in ("cache", "runner")
         },
+        # the reboot last: what comes before it must not have to survive it
+        "events": sorted(settings.verify_events, key=lambda event: event == "reboot"),
+        "exact_numerics": run.lock.accelerator == "cpu",
+        "heartbeat_s": settings.heartbeat_s,
+        "other": other_pair(run, late) if "other" in settings.verify_events else None,
         "prompt_tokens": settings.verify_prompt_tokens,
         "chunk_size": settings.chunk_size,
         "vocab": [SPECIAL_IDS, vocab_size - SPECIAL_IDS],
         "disrupt": settings.disrupt,
         "timeouts": {"ready_s": settings.ready_timeout_s},
+    }
+
+
+def other_pair(run: Run, late: Late) -> dict[str, Any]:
+    """How the event "other" starts a second pair of services."""
+    namespace = late.namespace_dir(run)
+    ids = ("--reuid", run.user, "--regid", run.user, "--init-groups", "--inh-caps=-all")
+    api = "http://127.0.0.1:{api_port}"
+    return {
+        "start": ["setpriv", *ids, run.tools_python, run.script("launch")],
+        "services": second_pair(run.settings, run.paths, namespace, with_key=run.with_key),
+        "api_base": api,
+        "metrics_url": f"{api}/metrics",
+        "cache_http": "http://127.0.0.1:{cache_http_port}",
     }
 
 
@@ -141,6 +164,15 @@ def settle(run: Run, clear: bool) -> Commands:
         yield shown(argv)
 
 
+def collect(host: Any, run: Run, config: str, out: str) -> int | None:
+    """Runs evidence.py on the host; its exit code, None if that could not be had."""
+    script = f"python3 {run.script('evidence')} --config {config} --out {out}"
+    command = StringCommand(f'{script}; echo "exit $?"')
+    _, output = host.run_shell_command(command, print_output=True, **connector_arguments())
+    last = output.stdout.rpartition("exit ")[2].strip()
+    return int(last) if last.isdecimal() else None
+
+
 def tell_last(run: Run, known: dict[str, Any]) -> None:
     tell_summary(run.host, persisted="PASS", time=str(known.get("time")))
     try:
@@ -190,13 +222,12 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     command = StringCommand(f"rm -f {run.paths.state}/verified.json {out}")
     host.run_shell_command(command, **how)
     host.put_file(StringIO(json.dumps(evidence_config(run, late), indent=1) + "\n"), config, **how)
-    command = StringCommand(
-        f"python3 {run.script('evidence')} --config {config} --out {out}; "
-        f'code=$?; [ "$code" = 3 ] && exit 0; exit "$code"'
-    )
-    ok, _ = host.run_shell_command(command, print_output=True, **how)
+    code = collect(host, run, config, out)
+    if code == REBOOT:
+        # on the machine that this runs on it ends here: kvhost verify goes on after the reboot
+        code = collect(host, run, config, out) if reboot(host, run) else None
     spool = BytesIO()
-    if not ok or not host.get_file(out, spool, **how):
+    if code not in (0, IN_USE) or not host.get_file(out, spool, **how):
         host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
         return False
     try:

@@ -14,7 +14,10 @@ TIMEOUTS = {
     "write_s": 120,
     "stable_s": 2,
     "settle_s": 10,
+    "registered_s": 60,
+    "flush_s": 900,
 }
+EVENTS = ("runner", "cache", "both", "kill", "other", "reboot")
 REQUIRED = {
     "api_base": str,
     "metrics_url": str,
@@ -34,6 +37,10 @@ OPTIONAL: Json = {
     "warm": True,
     "disrupt": False,
     "timeouts": {},
+    "events": ["both"],
+    "exact_numerics": True,
+    "heartbeat_s": 10,
+    "other": None,
 }
 
 
@@ -56,6 +63,11 @@ def load_config(path: str) -> Json:
     wrong += [
         f"timeouts.{key}: unknown" for key in given.get("timeouts") or {} if key not in TIMEOUTS
     ]
+    events = given.get("events", ["both"])
+    if not isinstance(events, list) or not events or not set(map(str, events)) <= set(EVENTS):
+        wrong.append(f"events: a list of {', '.join(EVENTS)} is needed, found {events!r}")
+    elif len(set(events)) < len(events) or "reboot" in events[:-1]:
+        wrong.append(f"events: each once, and reboot the last one, found {events}")
     vocab = given.get("vocab")
     if isinstance(vocab, list) and (len(vocab) != 2 or not 0 <= vocab[0] < vocab[1]):
         wrong.append(f"vocab: [first, end) with 0 <= first < end is needed, found {vocab}")

@@ -71,13 +71,42 @@ def parse_metrics(text: str, wanted: Json) -> Json:
     return found
 
 
+def labels_of(text: str, metric: str) -> Json:
+    """Labels of the first sample of a metric; {} without one."""
+    found = re.search(rf"^{re.escape(metric)}\{{(.*)\}}\s", text, re.M)
+    return dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
+
+
+def registered(status: Any) -> bool | None:
+    """Whether an engine is registered, by the cache server's /status; None if it does not say.
+
+    LMCache 0.5.6 lists them per way of transfer under keys such as "registered_gpu_ids" and
+    "registered_non_cuda_instance_ids" (lmcache/v1/multiprocess/modules/*_transfer.py).
+    """
+    known: bool | None = None
+    for key, value in status.items() if isinstance(status, dict) else []:
+        mine = key.startswith("registered_") and isinstance(value, list)
+        found = bool(value) if mine else registered(value)
+        if found is not None:
+            known = found or bool(known)
+    return known
+
+
+def first_logprobs(choice: Any) -> Json | None:
+    """{token id: log probability} of the likeliest first tokens, of an event with logprobs."""
+    top = ((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0]
+    if not isinstance(top, dict):
+        return None
+    return {token.rpartition(":")[2]: float(value) for token, value in top.items()}
+
+
 def read_stream(lines: Iterable[bytes], started: float, limit_s: float) -> Json:
     """A streamed completion of vLLM to tokens, usage and seconds since ``started`` (monotonic).
 
     Raises ValueError for an error event, an answer that ended early or took longer than limit_s.
     """
     fields = ("ttft_s", "total_s", "output_tokens", "usage_prompt_tokens", "usage_cached_tokens")
-    result: Json = dict.fromkeys(fields)
+    result: Json = dict.fromkeys((*fields, "first_logprobs"))
     tokens: list[int] = []
     done = False
     for line in lines:
@@ -93,6 +122,7 @@ def read_stream(lines: Iterable[bytes], started: float, limit_s: float) -> Json:
         choice = (event.get("choices") or [{}])[0]
         if result["ttft_s"] is None and (choice.get("token_ids") or choice.get("text")):
             result["ttft_s"] = time.monotonic() - started
+            result["first_logprobs"] = first_logprobs(choice)
         tokens += choice.get("token_ids") or []
         if event.get("usage"):
             details = event["usage"].get("prompt_tokens_details") or {}
@@ -153,6 +183,24 @@ def process(pid: int) -> Json | None:
     if fields[0] in "ZX":
         return None
     return {"pid": pid, "start_ticks": int(fields[19]), "boot_id": boot_id()}  # field 22 of proc(5)
+
+
+def pid1_ticks() -> int:
+    """Start time of the first process here: another one after a reboot, also of a container."""
+    first = process(1)
+    return int(first["start_ticks"]) if first else 0
+
+
+def tree(pid: int) -> list[int]:
+    """A process and its descendants, children first found last."""
+    found, todo = [], [pid]
+    while todo:
+        one = todo.pop(0)
+        found.append(one)
+        for children in glob.glob(f"/proc/{one}/task/*/children"):
+            with contextlib.suppress(OSError), open(children) as handle:
+                todo += [int(child) for child in handle.read().split()]
+    return found
 
 
 def listens(pid: int, port: int) -> bool | None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Starts or restarts a replay_server.py and writes its record as a launcher would.
+"""Starts or restarts a engine_double.py and writes its record as a launcher would.
 
-service.py start|restart runner|cache PORT STATE_DIR
+service.py start|restart runner|cache PORT STATE_DIR CACHE_PORT
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 verb, role, port, state = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
+cache_port = sys.argv[5]
 record = state / f"{role}.json"
 if verb == "restart":
     pid = json.loads(record.read_text())["pid"]
@@ -24,9 +25,9 @@ if verb == "restart":
     while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
         time.sleep(0.02)
 with (state / f"{role}.log").open("ab") as log:
-    script = str(Path(__file__).with_name("replay_server.py"))
+    script = str(Path(__file__).with_name("engine_double.py"))
     child = subprocess.Popen(
-        [sys.executable, script, role, port, str(state)],
+        [sys.executable, script, role, port, str(state), cache_port],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
