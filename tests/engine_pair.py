@@ -44,26 +44,31 @@ def launcher(base: Path, name: str) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
+def keep(base: Path, name: str) -> None:
+    """The parent of the launcher, which ends when its parent does."""
+    spec = base / "etc" / f"{name}.json"
+    child = subprocess.Popen([sys.executable, str(REPO / "kvhost/onhost/launch.py"), str(spec)])
+    (base / "run" / f"{name}.launcher").write_text(str(child.pid))
+    child.wait()
+
+
 def start(base: Path, name: str) -> None:
     """Returns when the service's own process runs and its record names it."""
-    record = base / "run" / f"{name}.json"
+    record, path = base / "run" / f"{name}.json", base / "log" / f"{name}.log"
     before = record.read_text() if record.exists() else ""
-    spec = base / "etc" / f"{name}.json"
-    with (base / "log" / f"{name}.log").open("ab") as log:
-        child = subprocess.Popen(
-            [sys.executable, str(REPO / "kvhost/onhost/launch.py"), str(spec)],
+    with path.open("ab") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine_pair", "keep", name, str(base)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            cwd=REPO,
             start_new_session=True,
         )
-    (base / "run" / f"{name}.launcher").write_text(str(child.pid))
     deadline = time.monotonic() + 120
     while not record.exists() or record.read_text() == before:
-        if child.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(
-                f"{name} did not start: {(base / 'log' / f'{name}.log').read_text()[-2000:]}"
-            )
+        if keeper.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{name} did not start: {path.read_text()[-2000:]}")
         time.sleep(0.05)
 
 
@@ -191,7 +196,7 @@ class Pair:
 
 def main() -> None:
     verb, name, base = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    {"start": start, "stop": stop, "restart": restart}[verb](base, name)
+    {"keep": keep, "start": start, "stop": stop, "restart": restart}[verb](base, name)
 
 
 if __name__ == "__main__":

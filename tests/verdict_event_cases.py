@@ -235,6 +235,6 @@ EVENT_CASES: tuple[Case, ...] = (
     # reboot
     case("reboot", "it was not", "INCONCLUSIVE", same_first_process, "not-rebooted"),
     case("reboot", "unknown", "INCONCLUSIVE", put("resumed", None)),
-    case("reboot", "found nothing", "FAIL", restored_hits(0), "keys-changed"),
+    case("reboot", "found nothing", "FAIL", restored_hits(0), "index-in-memory"),
     case("reboot", "of another boot", "INCONCLUSIVE", put("resumed.boot_id_after", "another")),
 )

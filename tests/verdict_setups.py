@@ -16,7 +16,7 @@ from kvhost.verdict import judge
 from kvhost.verdict_foreign import judge_foreign
 from kvhost.verdict_types import Verdict
 from tests import foreign_cases
-from tests.verdict_cases import Case, evidence_of
+from tests.verdict_cases import evidence_of
 from tests.verdict_edits import (
     Edit,
     Json,
@@ -31,6 +31,7 @@ from tests.verdict_edits import (
     restored_hits,
     same_process,
 )
+from tests.verdict_types import Case
 
 R = "requests.restored."
 HIT = 8192.0
