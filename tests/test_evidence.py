@@ -451,7 +451,7 @@ def test_files_of_a_test_that_lives_are_left_where_they_are(host: Host) -> None:
 @pytest.mark.parametrize(
     ("event", "mode", "persisted", "cause"),
     [
-        ("both", {"forgets": True}, "FAIL", "keys-changed"),
+        ("both", {"forgets": True}, "FAIL", "index-in-memory"),
         ("both", {"l2": ""}, "FAIL", "l2-absent"),
         ("both", {"no_connector": True}, "FAIL", "connector-missing"),
         ("both", {"load_fails": True}, "FAIL", "load-failed"),

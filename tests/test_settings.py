@@ -229,6 +229,7 @@ STAYS_ON_THE_CONTROLLER = {
     "remove_cache",
     "remove_models",
     *("verify", "verify_prompt_tokens", "verify_min_hit"),
+    *("verify_events", "reboot_local"),
     *("drive_adopt", "drive_blank_check", "drive_erase"),
 }
 
