@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvhost.verdict_facts import Facts
+from kvhost.verdict_facts import AFTER, BEFORE, Facts
 from kvhost.verdict_types import Cause, Condition
 
 Met = dict[str, bool | None]
@@ -44,11 +44,14 @@ def _unasked_restart(facts: Facts, met: Met) -> bool:
 
 
 def _removed(facts: Facts) -> bool:
-    """Whether there were fewer files before the restored request than after the cold one."""
-    cold, again = facts.request("cold"), facts.request("restored")
-    if cold is None or again is None or cold.after is None or again.before is None:
+    """Whether there were fewer files right after the event than before it."""
+    before = [shot for r in facts.phase(BEFORE) for shot in (r.before, r.after) if shot]
+    after = facts.phase(AFTER)
+    if not before or not after or after[0].before is None:
         return False
-    return again.before.files < cold.after.files
+    moved = facts.evidence.moved
+    aside = moved.moved if moved and after[0].role == "moved" else 0
+    return after[0].before.files + aside < before[-1].files
 
 
 def _all_there(facts: Facts) -> bool:
@@ -191,7 +194,7 @@ TABLE: tuple[Row, ...] = (
         "service-not-ready",
         "A service did not come back after its restart.",
         "See the last log lines in the step's error; run `kvhost` again once it is mended.",
-        lambda f, m: _step_failed(f, "restart "),
+        lambda f, m: _step_failed(f, "restart ") or _step_failed(f, "the services come back"),
     ),
     Row(
         "second-pair-missing",

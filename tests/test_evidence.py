@@ -258,7 +258,13 @@ def test_a_service_that_does_not_come_back_is_told_with_its_last_log_lines(host:
     subprocess.run(host.command("start", "runner"), check=True)  # for the fixture's stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=full) for n in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_still_cleans_up_and_writes_the_evidence(host: Host, number: int) -> None:
     host.mode(fault={"2.2": "hang"})
     process = host.start()
@@ -452,13 +458,15 @@ def test_files_of_a_test_that_lives_are_left_where_they_are(host: Host) -> None:
     ("event", "mode", "persisted", "cause"),
     [
         ("both", {"forgets": True}, "FAIL", "index-in-memory"),
-        ("both", {"l2": ""}, "FAIL", "l2-absent"),
-        ("both", {"no_connector": True}, "FAIL", "connector-missing"),
-        ("both", {"load_fails": True}, "FAIL", "load-failed"),
+        pytest.param("both", {"l2": ""}, "FAIL", "l2-absent", marks=full),
+        pytest.param("both", {"no_connector": True}, "FAIL", "connector-missing", marks=full),
+        pytest.param("both", {"load_fails": True}, "FAIL", "load-failed", marks=full),
         ("both", {"reads_other_namespaces": True}, "FAIL", "hits-without-files"),
-        ("both", {"proxy_alters": True}, "FAIL", "wrong-kv-served"),
+        pytest.param("both", {"proxy_alters": True}, "FAIL", "wrong-kv-served", marks=full),
         ("both", {"logprob_gap": 0.5}, "FAIL", "wrong-kv-served"),
-        ("both", {"no_details": True}, "INCONCLUSIVE", "cached-tokens-missing"),
+        pytest.param(
+            "both", {"no_details": True}, "INCONCLUSIVE", "cached-tokens-missing", marks=full
+        ),
         ("cache", {"not_registered": True}, "FAIL", "not-registered-again"),
         ("cache", {"metrics": {"num_gpu_blocks": "x"}}, "INCONCLUSIVE", "engine-not-emptied"),
         ("kill", {}, "INCONCLUSIVE", "kill-too-late"),
