@@ -72,7 +72,7 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         },
         # the reboot last: what comes before it must not have to survive it
         "events": sorted(settings.verify_events, key=lambda event: event == "reboot"),
-        "exact_numerics": run.lock.accelerator == "cpu",
+        "exact_numerics": run.lock.cuda is None,
         "heartbeat_s": settings.heartbeat_s,
         "other": other_pair(run, late) if "other" in settings.verify_events else None,
         "prompt_tokens": settings.verify_prompt_tokens,
