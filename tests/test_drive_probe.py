@@ -261,6 +261,11 @@ def test_a_drive_of_kvhosts_is_known_by_name_and_label_together(
     device = probed(loop).device
     assert device and device.kvhost is None, "the name alone is not enough"
     run("e2label", part, "kvhost")
+    run("sgdisk", "-c", "1:other", loop.node)
+    device = probed(loop).device
+    assert device and device.kvhost is None, "nor is the label alone"
+    run("sgdisk", "-c", "1:kvhost", loop.node)
+    loop.scan_partitions()
     device = probed(loop).device
     assert device and device.kvhost and device.kvhost.mounted_at == []
     assert (device.kvhost.partition, device.kvhost.filesystem) == (str(part), "ext4")
