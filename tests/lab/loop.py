@@ -106,6 +106,8 @@ class Loops:
         node = Path(run(*argv, image).strip())
         loop = Loop(node, image, sector_size, read_only)
         self.made.append(loop)
+        if not read_only:  # what set it read-only before may have left it so
+            run("blockdev", "--setrw", node)
         if not partitions and loop.partitions():
             # of what was attached here before, by somebody who left them
             run("partx", "--delete", node)
