@@ -73,6 +73,12 @@ def test_machine_code_runs_on_later_minors_of_its_major_alone(capability: str, r
     assert MATRIX.locks["cu13-0.32.0-x86_64"].runs_on(capability) is runs
 
 
+def test_the_capabilities_are_those_of_the_machines_own_wheels() -> None:
+    # read from the wheels of each machine, which differ (docs/versions.md): Thor, and Turing
+    arm = MATRIX.locks["cu13-0.32.0-aarch64"]
+    assert (arm.runs_on("11.0"), arm.runs_on("7.5"), arm.runs_on("8.7")) == (True, False, True)
+
+
 def broken(path: str, value: Any) -> dict[str, Any]:
     raw = copy.deepcopy(RAW)
     *way, last = path.split("/")
