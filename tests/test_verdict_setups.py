@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import engine_setups
 from tests.verdict_setups import SETUPS, Setup, outcome, table
 
 pytestmark = pytest.mark.verdict
@@ -33,3 +34,11 @@ def test_only_a_set_up_that_persists_passes() -> None:
 def test_the_page_shows_this_table() -> None:
     page = (ROOT / "docs/verdict.md").read_text()
     assert table() in page, "python -m tests.verdict_setups prints the table for docs/verdict.md"
+
+
+def test_the_page_shows_what_the_real_engine_is_put_through() -> None:
+    rows = [
+        f"| {one.what} | {one.persisted} | {f'`{one.cause}`' if one.cause else '-'} |"
+        for one in engine_setups.SETUPS
+    ]
+    assert "\n".join(rows) in (ROOT / "docs/verdict.md").read_text()
