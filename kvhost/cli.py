@@ -21,6 +21,7 @@ from kvhost import __version__, cli_care
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
+from kvhost.evidence_model import EVENTS
 from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
 from kvhost.verdict_types import EXIT_CODES, Persisted
 from kvhost.verdict_view import history_line, printable, verdict_table
@@ -71,9 +72,22 @@ def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
 @main.command(context_settings=_pass_all)
 @_inventory
 @click.option("--disrupt", is_flag=True, help="Also on a server that is in use.")
+@click.option(
+    "--event",
+    "events",
+    type=click.Choice(EVENTS),
+    multiple=True,
+    help="What is done to the services, in place of verify_events; repeatable.",
+)
 @url_options
 @_passed_on
-def verify(inventory: str, disrupt: bool, pyinfra_args: tuple[str, ...], **url: Any) -> None:
+def verify(
+    inventory: str,
+    disrupt: bool,
+    events: tuple[str, ...],
+    pyinfra_args: tuple[str, ...],
+    **url: Any,
+) -> None:
     """Repeat the restart-persistence test on hosts that are provisioned.
 
     With --url, --metrics-url and --restart-command: of a server that kvhost did not install.
@@ -81,7 +95,9 @@ def verify(inventory: str, disrupt: bool, pyinfra_args: tuple[str, ...], **url: 
     asked = asked_for(url, disrupt)
     if asked is not None:
         sys.exit(verify_url(asked, pyinfra, pyinfra_args))
-    extra = ("--data", "disrupt=true") if disrupt else ()
+    extra: tuple[str, ...] = ("--data", "disrupt=true") if disrupt else ()
+    if events:
+        extra += ("--data", f"verify_events={json.dumps(events)}")
     sys.exit(_run_and_tell(inventory, "verify.py", (*extra, *pyinfra_args)))
 
 

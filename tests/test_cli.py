@@ -68,6 +68,9 @@ def test_disrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "pyinfra", pyinfra)
     run("verify", "--disrupt", "--limit", "web")
     assert seen == [("verify.py", "-y", "--data", "disrupt=true", "--limit", "web")]
+    run("verify", "--event", "kill", "--event", "both", "--limit", "web")
+    events = ("--data", 'verify_events=["kill", "both"]')
+    assert seen[1] == ("verify.py", "-y", *events, "--limit", "web")
 
 
 def test_status_without_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
