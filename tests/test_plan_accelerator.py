@@ -91,6 +91,17 @@ def test_a_gpu_host_needs_no_memory_for_the_engines_own_kv_nor_avx2() -> None:
     assert codes(plan(host)) == ["no_avx2", "ram_too_small"]
 
 
+def args(*words: str) -> dict[str, Any]:
+    return {"runner_extra_args": list(words)}
+
+
+def test_more_gpus_than_there_are() -> None:
+    got = on_gpu(GOOD, **args("--tensor-parallel-size", "4"))
+    assert codes(got) == ["too_few_gpus"]
+    assert got.refusals[0].found == "2 in nvidia-smi"
+    assert codes(on_gpu(GOOD, **args("-tp", "2", "-pp", "2"))) == ["too_few_gpus"]
+
+
 ROOM = int(24564 * (1 << 20) * 0.92) - int(1.5 * GIB)  # of one RTX 4090
 
 
@@ -104,12 +115,21 @@ ROOM = int(24564 * (1 << 20) * 0.92) - int(1.5 * GIB)  # of one RTX 4090
         (ModelNeed(16 * GIB, 1 << 18, 40960), {"max_model_len": 8192}, None),
         (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "the cache keeps KV, never weights"),
         (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "20.6 GiB of 24 GiB: 92% of it"),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), {}, "or more of the 2 GPUs"),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), args("--tensor-parallel-size", "2"), None),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), args("-tp=2"), None),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), args("--pipeline_parallel_size=2"), None),
+        (ModelNeed(80 * GIB, 1 << 16, 40960), args("-tp", "2"), "on each of 2 GPUs: weights 40"),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), args("--gpu-memory-utilization=0.8"), "80% of it"),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), {}, None),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), args("-tp", "0", "-pp", "1.5"), None),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), args("--seed", "1", "--max-num-seqs"), None),
     ],
 )
 def test_what_fits_into_the_gpu(
     need: ModelNeed, settings: dict[str, Any], words: str | None
 ) -> None:
-    host = {"memory.available": 64 * GIB}
+    host = {"memory.available": 128 * GIB}
     got = on_gpu(GOOD, host, need, verify_prompt_tokens=4096, **settings)
     assert codes(got) == (["model_too_large_for_gpu"] if words else [])
     if words:
