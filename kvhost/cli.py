@@ -94,6 +94,8 @@ def verify(
     """
     asked = asked_for(url, disrupt)
     if asked is not None:
+        if events:
+            raise click.UsageError("--event: not with --url, whose event is the restart command")
         sys.exit(verify_url(asked, pyinfra, pyinfra_args))
     extra: tuple[str, ...] = ("--data", "disrupt=true") if disrupt else ()
     if events:

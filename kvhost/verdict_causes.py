@@ -13,6 +13,8 @@ from kvhost.verdict_types import Cause, Condition
 
 Met = dict[str, bool | None]
 PAGE = "docs/troubleshooting.md"
+#: What vLLM and LMCache log when they go on without compiled operations
+NOT_COMPILED = ("Failed to import from vllm._C", "No compute backend loaded")
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ TABLE: tuple[Row, ...] = (
         "vLLM or LMCache runs without its compiled operations.",
         "Run bin/up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR that"
         " cannot be written).",
-        lambda f, m: _logged(f, "Failed to import from vllm._C", "No compute backend loaded"),
+        lambda f, m: _logged(f, *NOT_COMPILED),
     ),
     Row(
         "tier-in-memory",

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.onhost.evidence_collect import LOG_LINES
+from kvhost.verdict_causes import NOT_COMPILED
 from tests import engine_setups
 from tests.verdict_setups import SETUPS, Setup, outcome, table
 
@@ -24,6 +26,11 @@ def test_there_are_many_and_each_is_there_once() -> None:
     assert len(SETUPS) >= 30
     assert len({(setup.what, setup.url) for setup in SETUPS}) == len(SETUPS)
     assert sum(setup.edited is None for setup in SETUPS) >= 14
+
+
+def test_the_lines_that_tell_of_missing_operations_are_collected() -> None:
+    kept = {words for lines in LOG_LINES.values() for words in lines}
+    assert set(NOT_COMPILED) <= kept
 
 
 def test_only_a_set_up_that_persists_passes() -> None:

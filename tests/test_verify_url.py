@@ -415,6 +415,8 @@ def test_options_of_pyinfra_need_a_far_host(quick: Path) -> None:
     asked = ("--url", "http://x:1", "--metrics-url", "http://x:1/m", "--restart-command", "true")
     code, _, said = run(*asked, "--sudo")
     assert code == 2 and "--where HOST" in said
+    code, _, said = run(*asked, "--event", "runner")
+    assert code == 2 and "--event: not with --url" in said
 
 
 def test_a_name_for_reports_comes_from_the_address() -> None:

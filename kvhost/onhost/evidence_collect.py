@@ -32,8 +32,19 @@ Files = dict[str, tuple[int, int, int]]  # relative name -> (inode, bytes, mtime
 Counters = tuple[Any, Any]  # of vLLM and of the cache server; None: the page could not be had
 
 LOG_LINES = {
-    "cache": ("Prefetch request completed", "Registered", " ERROR"),
-    "runner": ("Using external LMCacheMPConnector", "Registering kv caches", " ERROR"),
+    "cache": (
+        "Prefetch request completed",
+        "Registered",
+        "No compute backend loaded",
+        " ERROR",
+    ),
+    "runner": (
+        "Using external LMCacheMPConnector",
+        "Registering kv caches",
+        "Failed to import from vllm._C",
+        "No compute backend loaded",
+        " ERROR",
+    ),
 }
 SMALL_CHUNKS = 4  # of the prompts of the controls
 TAIL = 8  # tokens behind the last whole chunk: vLLM computes at least one itself
