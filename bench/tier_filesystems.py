@@ -169,14 +169,16 @@ def main() -> int:
                     "exact": is_exact(drives[kind], args.folder / "mnt", options),
                     "kib": written_for_times(drives[kind], args.folder / "mnt", options, rearm),
                 }
+        middle = {k: {p: statistics.median(v) for p, v in seconds[k].items()} for k in KINDS}
+        ratios = {
+            kind: {
+                part: round(value / middle["xfs"][part], 2) for part, value in middle[kind].items()
+            }
+            for kind in KINDS
+        }
+        print(json.dumps({"seconds": middle, "ratio_to_xfs": ratios, "last_use": times}, indent=1))
         for loop in drives.values():
             loop.image.unlink()
-    middle = {k: {p: statistics.median(v) for p, v in seconds[k].items()} for k in KINDS}
-    ratios = {
-        kind: {part: round(value / middle["xfs"][part], 2) for part, value in middle[kind].items()}
-        for kind in KINDS
-    }
-    print(json.dumps({"seconds": middle, "ratio_to_xfs": ratios, "last_use": times}, indent=1))
     return 0
 
 

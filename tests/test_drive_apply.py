@@ -304,6 +304,23 @@ def test_a_label_alone_makes_no_drive_ours(host: Host) -> None:
     assert digest(loop) == before
 
 
+def test_a_drive_that_lost_its_filesystem_is_formatted_again_only_if_it_may(host: Host) -> None:
+    loop = host.drive()
+    told = host.apply(host.order(loop))
+    host.unmount()
+    run("partx", "--delete", loop.node)
+    run("fallocate", "--punch-hole", "--length", str(SMALL["ext4"]), loop.image)
+    lost = host.apply(host.order(loop))
+    assert (lost["exit"], lost["code"]) == (3, "came_back_blank"), lost
+    assert not any(loop.image.read_bytes())
+    order = host.order(loop, ephemeral=True, blank_check="sampled")
+    again = host.apply(order)
+    assert again["exit"] == 0 and again["uuid"] != told["uuid"], again
+    assert "sampled" not in again["said"]
+    assert host.fstab.read_text().count("UUID=") == 1
+    assert host.check(order) == []
+
+
 def test_a_dry_run_writes_nothing(host: Host) -> None:
     loop = host.drive()
     told = host.apply(host.order(loop), "--dry-run")

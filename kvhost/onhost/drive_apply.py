@@ -47,7 +47,7 @@ Data = dict[str, Any]
 SCHEMA = 1
 KEYS = ("drive", "findings", "action", "filesystem", "mount", "owner")
 ACTIONS = ("keep", "adopt", "format", "mount")
-DRIVE_FILE = "drive.json"
+DRIVE_FILE = drive_volume.DRIVE_FILE
 #: places at which a run can be cut off, in order (KVHOST_TEST_DRIVE_STOP)
 STEPS = (
     *("hold", "probe", "blank", "counter", "journal", "erase", "cleared"),

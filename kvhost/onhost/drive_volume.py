@@ -38,6 +38,7 @@ else:
     from drive_disk import Disk, Refused, blkid, maj_min, step
 
 Data = dict[str, Any]
+DRIVE_FILE = "drive.json"
 #: findings that may be of a moment, and how often it is looked whether they stay
 PASSING, TRIES = frozenset({"in_use", "busy"}), 10
 
@@ -141,7 +142,10 @@ class Volume:
             if (entry is None) != (journal is None):
                 why = f"a run for {self.names} was cut off that was of other drives"
                 raise Refused("drive_changed", why)
-            blank_check = self.order.get("blank_check")
+            if entry is None:
+                self.was_not_here(member["drive"])
+            # what a cloud hands out may have been another's
+            blank_check = "full" if self.order.get("ephemeral") else self.order.get("blank_check")
             writer = drive_write.Writer(
                 disk, {**member, "blank_check": blank_check}, found, self.state
             )
@@ -169,6 +173,24 @@ class Volume:
             for fd in held:
                 os.close(fd)
         return device
+
+    def was_not_here(self, drive: Data) -> None:
+        """Raises Refused when this very drive held kvhost's filesystem and has lost it."""
+        try:
+            with open(os.path.join(self.state, DRIVE_FILE), encoding="utf-8") as handle:
+                known = json.load(handle)
+        except FileNotFoundError:
+            return
+        rows = known.get("drives") or [known["drive"]]
+        if not self.order.get("ephemeral") and any(
+            drive_journal.same_drive(row, drive) for row in rows
+        ):
+            raise Refused(
+                "came_back_blank",
+                f"{drive['path']} held kvhost's filesystem ({known['uuid']}) and has lost it: the "
+                "drive forgets, or somebody wiped it. If it may be formatted again: kvhost "
+                "release, then this again; for the instance store of a cloud: drive_ephemeral = True",
+            )
 
     def adopted(self) -> str:
         """The device that is mounted at the mount point already, if it is all that was planned."""
