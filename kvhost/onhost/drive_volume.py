@@ -188,8 +188,8 @@ class Volume:
             raise Refused(
                 "came_back_blank",
                 f"{drive['path']} held kvhost's filesystem ({known['uuid']}) and has lost it: the "
-                "drive forgets, or somebody wiped it. If it may be formatted again: kvhost "
-                "release, then this again; for the instance store of a cloud: drive_ephemeral = True",
+                "drive forgets, or somebody wiped it. To have it formatted again: kvhost release, "
+                "then once more; for the instance store of a cloud: drive_ephemeral = True",
             )
 
     def adopted(self) -> str:
