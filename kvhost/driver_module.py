@@ -36,14 +36,9 @@ def not_loaded(host: Host) -> Refusal:
         said = next((s for s in reversed(facts.kernel_log) if _rejects(s)), None)
         if said or facts.secure_boot:
             return _rejected(host, on_disk.version, said)
-        last = facts.kernel_log[-1] if facts.kernel_log else "the kernel log says nothing of it"
-        return refusal(
-            "module_not_loaded",
-            "the driver is installed but its module is not loaded",
-            "the module nvidia, loaded",
-            f"nvidia {on_disk.version} lies ready for kernel {facts.kernel}; {last}",
-            f"modprobe nvidia, and look at what dmesg says; {OR_CPU}",
-        )
+        return _idle(host, f"nvidia {on_disk.version}")
+    if facts.kernel in facts.module_kernels:  # modinfo is not there, or knows it by another name
+        return _idle(host, "a module nvidia")
     if facts.module_kernels or any("dkms" in n or "kernel" in n for n in facts.packages):
         return _not_built(host)
     return refusal(
@@ -52,6 +47,18 @@ def not_loaded(host: Host) -> Refusal:
         f"driver branch {host.lock.driver_least} or later, for CUDA {host.lock.cuda}",
         f"{host.names()}, and no module nvidia for any kernel",
         f"{how_to_install(host)}, and reboot; {OR_CPU}",
+    )
+
+
+def _idle(host: Host, what: str) -> Refusal:
+    log = host.facts.kernel_log
+    last = log[-1] if log else "the kernel log says nothing of it"
+    return refusal(
+        "module_not_loaded",
+        "the driver is installed but its module is not loaded",
+        "the module nvidia, loaded",
+        f"{what} lies ready for kernel {host.facts.kernel}; {last}",
+        f"modprobe nvidia, and look at what dmesg says; {OR_CPU}",
     )
 
 

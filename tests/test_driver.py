@@ -150,6 +150,8 @@ VARIANTS: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("no user space in a container", changed(GOOD, smi=None, library=None, container="docker"),
      ["userspace_missing"], "NVIDIA_DRIVER_CAPABILITIES"),
     ("nvidia-smi is not installed, the libraries are", changed(GOOD, smi=None), [], "as it is"),
+    ("a module that modinfo does not know", changed(GOOD, smi=None, proc="",
+     module_kernels=["6.8.0-60-generic"]), ["module_not_loaded"], "lies ready for kernel 6.8.0"),
     ("nvidia-smi does not end", changed(GOOD, smi={"exit": None, "said": [
      "TimeoutExpired: Command 'nvidia-smi' timed out after 25 seconds"]}),
      ["gpu_not_answering"], "enable --now nvidia-persistenced"),
@@ -296,6 +298,16 @@ def test_the_script_reads_a_host_without_any(root: Path) -> None:
     assert report_gpu.secure_boot() is False  # firmware without Secure Boot
     put(root / "sys/firmware/efi/efivars" / report_gpu.SECURE_BOOT, "\x06\0\0\0\0")
     assert report_gpu.secure_boot() is False
+
+
+def test_debians_own_names_of_module_and_library(root: Path) -> None:
+    put(root / "usr/lib/x86_64-linux-gnu/nvidia/current/libnvidia-ml.so.535.247.01", "")
+    put(root / "lib/modules/6.1.0-37-amd64/updates/dkms/nvidia-current.ko.xz", "")
+    says = 'case "$1" in nvidia-current) echo "version: 535.247.01";; *) exit 1;; esac'
+    put(root / "programs/modinfo", f"#!/bin/sh\n{says}\n").chmod(0o755)
+    assert report_gpu.library_version() == "535.247.01"
+    assert report_gpu.module_kernels() == ["6.1.0-37-amd64"]
+    assert report_gpu.module_on_disk() == {"version": "535.247.01", "open": False, "signer": None}
 
 
 def test_what_nvidia_smi_says_when_it_fails_is_kept(root: Path) -> None:

@@ -26,12 +26,17 @@ TELLING = re.compile(
     r"NVRM|nouveau.*probe|(?:module|key).*(?:reject|unavailable|verification failed)", re.I
 )
 SECURE_BOOT = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+#: where distributions and NVIDIA put libnvidia-ml; Debian's own packages below nvidia/current
 LIBRARIES = (
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
     "usr/lib64",
     "usr/lib/wsl/lib",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/aarch64-linux-gnu/nvidia/current",
 )
+#: names of the module: NVIDIA's and Ubuntu's, then Debian's
+MODULES = ("nvidia", "nvidia-current", "nvidia-current-open")
 SMI_LIMIT_S = 25  # with persistence off every card is started first
 
 
@@ -161,6 +166,12 @@ def secure_boot() -> bool | None:
     return bool(value[-1]) if value else None  # four bytes of attributes, then the value
 
 
+def module_on_disk() -> Data | None:
+    """The module that the running kernel would load."""
+    told = (parse_modinfo(run(["modinfo", name])[1]) for name in MODULES)
+    return next((found for found in told if found), None)
+
+
 def module_kernels() -> list[str]:
     """Kernels in /lib/modules that an nvidia module was built or installed for."""
     found = []
@@ -169,7 +180,7 @@ def module_kernels() -> list[str]:
         for _, below, names in os.walk(kernel):
             # the kernel's own tree has thousands of files elsewhere
             below[:] = [b for b in below if b not in ("build", "source", "fs", "net", "sound")]
-            if any(re.fullmatch(r"nvidia(-current)?\.ko(\.\w+)?", name) for name in names):
+            if any(re.fullmatch(r"nvidia(-current(-open)?)?\.ko(\.\w+)?", name) for name in names):
                 found.append(kernel.name)
                 break
     return found
@@ -227,7 +238,7 @@ def driver() -> Data:
         "nvswitches": switches,
         "nodes": sorted(path.name for path in ROOT.glob("dev/nvidia[0-9]*")),
         "loaded": parse_proc_version(read("proc/driver/nvidia/version") or ""),
-        "on_disk": parse_modinfo(run(["modinfo", "nvidia"])[1]) if gpus else None,
+        "on_disk": module_on_disk() if gpus else None,
         "module_kernels": module_kernels() if gpus else [],
         "headers": (ROOT / "lib/modules" / kernel / "build").exists(),
         "nouveau": (ROOT / "sys/module/nouveau").is_dir(),
