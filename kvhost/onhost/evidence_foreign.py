@@ -218,29 +218,10 @@ class Collector:
         """Waits until new files stand still; where the cold request wrote, for a first one, too."""
         if not self.storage:
             return {}
-        expected = not failed and (role == "cold" or (role == "control" and self.cold_files))
-        started = quiet_since = time.monotonic()
-        last: Any = None
-        while True:
-            files, temporary = parts.scan(self.storage)
-            new = {name: info for name, info in files.items() if before.get(name) != info}
-            now = time.monotonic()
-            if new != last or temporary:
-                last, quiet_since = new, now
-            quiet = now - quiet_since >= self.limits["stable_s"]
-            if (quiet and (new or not expected)) or now - started > self.limits["write_s"]:
-                break
-            time.sleep(self.limits["poll_s"])
-        fresh = {name: info for name, info in new.items() if name not in before}
+        expected = not failed and (role == "cold" or (role == "control" and bool(self.cold_files)))
+        fresh, told = parts.wait_files(self.storage, before, expected, self.limits)
         if role == "cold":
-            self.cold_files = fresh
-            self.evidence["written"] = {
-                "new_files": len(fresh),
-                "new_bytes": sum(size for _, size, _ in fresh.values()),
-                "temporary_files": temporary,
-                "at_rest": quiet,
-                "waited_s": round(now - started, 2),
-            }
+            self.cold_files, self.evidence["written"] = fresh, told
         return fresh
 
     # -- steps --------------------------------------------------------------------------------

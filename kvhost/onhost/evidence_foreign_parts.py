@@ -17,6 +17,7 @@ import random
 import re
 import socket
 import sys
+import time
 import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,33 @@ def who(url: str) -> Json | None:
 # -- files ------------------------------------------------------------------------------------
 def scan(root: str | None) -> tuple[Files, int]:
     return probe.scan(root) if root else ({}, 0)
+
+
+def wait_files(root: str, before: Files, expected: bool, limits: Json) -> tuple[Files, Json]:
+    """Waits until new and changed files stand still, and where some are ``expected`` for the first.
+
+    Returns those that are new, and what is told of them.
+    """
+    started = quiet_since = time.monotonic()
+    last: Any = None
+    while True:
+        files, temporary = probe.scan(root)
+        new = {name: info for name, info in files.items() if before.get(name) != info}
+        now = time.monotonic()
+        if new != last or temporary:
+            last, quiet_since = new, now
+        quiet = now - quiet_since >= limits["stable_s"]
+        if (quiet and (new or not expected)) or now - started > limits["write_s"]:
+            break
+        time.sleep(limits["poll_s"])
+    fresh = {name: info for name, info in new.items() if name not in before}
+    return fresh, {
+        "new_files": len(fresh),
+        "new_bytes": sum(size for _, size, _ in fresh.values()),
+        "temporary_files": temporary,
+        "at_rest": quiet,
+        "waited_s": round(now - started, 2),
+    }
 
 
 def same(files: Files, now: Files) -> list[str]:
