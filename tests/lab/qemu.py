@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from tests.lab.recipe import COMMAND_LINE, CPU, MEMORY_MIB, LabError, run
 
+DIGESTS = Path(__file__).with_name("digests.py")
 SLOTS = 6
 BOOT_TIMEOUT_S = 240
 
@@ -39,10 +41,10 @@ class Drive:
 
     def digest(self) -> str:
         """sha256 of all bytes, by a process of its own."""
-        return run("sha256sum", self.image).split()[0]
+        return run(sys.executable, "-I", DIGESTS, self.image).split()[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class Machine:
     """A virtual machine; ``folder`` holds its disk, sockets and logs.
 
@@ -117,7 +119,7 @@ class Machine:
         answers = []
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(120)
-            channel.connect(str(self.folder / "qmp"))
+            self._connect(channel)
             with channel.makefile("rw") as stream:
                 stream.readline()  # the greeting
                 for command in ({"execute": "qmp_capabilities"}, *commands):
@@ -125,6 +127,20 @@ class Machine:
                     stream.flush()
                     answers.append(_answer(stream.readline, command))
         return answers[1:]
+
+    def _connect(self, channel: socket.socket) -> None:
+        """The socket's file is there a moment before anybody listens on it."""
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                channel.connect(str(self.folder / "qmp"))
+                return
+            except ConnectionRefusedError:
+                ended = self.process is None or self.process.poll() is not None
+                if ended or time.monotonic() > deadline:
+                    said = (self.folder / "qemu.log").read_text()[-2000:]
+                    raise LabError(f"{self.name}: the emulator does not answer: {said}") from None
+            time.sleep(0.05)
 
     def human(self, line: str) -> str:
         """One line of the monitor for people, which has savevm. Raises LabError."""
