@@ -145,10 +145,10 @@ def _os(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[R
 def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     arch, cpus = report.arch, report.cpus
     if arch.data is None:
-        yield unreadable("host", "the architecture", arch.why)
+        yield unreadable("engine", "the architecture", arch.why)
     elif arch.data.machine != facts.lock_arch:
         yield Refusal(
-            "host",
+            "engine",
             "wrong_arch",
             f"the lock {facts.lock_name} is for another architecture",
             facts.lock_arch,
@@ -160,10 +160,10 @@ def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     if facts.cuda is not None:
         return  # what follows is of the CPU build
     if cpus.data is None:
-        yield unreadable("host", "the CPU's instruction sets", cpus.why)
+        yield unreadable("accelerator", "the CPU's instruction sets", cpus.why)
     elif "avx2" not in cpus.data.flags:
         yield Refusal(
-            "host",
+            "accelerator",
             "no_avx2",
             "the engine's CPU build does not run on this CPU",
             "AVX2",
@@ -174,7 +174,7 @@ def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
 
 def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     if report.memory.data is None:
-        yield unreadable("host", "memory", report.memory.why)
+        yield unreadable("runner", "memory", report.memory.why)
         return
     weights = facts.model.weights_bytes if facts.model else 0
     # with a GPU the engine's own KV lies in its memory
@@ -184,7 +184,7 @@ def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     have, whence = memory_for_us(report)
     if needed > have:
         yield Refusal(
-            "host",
+            "runner",
             "ram_too_small",
             "the model and its caches do not fit into memory",
             f"{size(needed)}: weights {size(weights)}, engine_kv_gib {engine_kv} GiB, "
@@ -198,7 +198,7 @@ def _shm(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     shm = report.shm
     needed = settings.l1_gib * GIB + SHM_MARGIN_BYTES
     if shm.status == "unreadable":
-        yield unreadable("host", "/dev/shm", shm.why)
+        yield unreadable("cache", "/dev/shm", shm.why)
         return
     have = shm.data.free + own_shm(report) if shm.data else 0
     if needed > have:
@@ -207,7 +207,7 @@ def _shm(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         left = f"; already there: {', '.join(big)}" if big else ""
         found = f"{size(have)} free of {size(shm.data.size)}{left}" if shm.data else str(shm.why)
         yield Refusal(
-            "host",
+            "cache",
             "shm_too_small",
             "/dev/shm is too small for the cache's memory tier",
             f"{size(needed)}: l1_gib {settings.l1_gib} GiB and {size(SHM_MARGIN_BYTES)} beside it",
@@ -218,7 +218,7 @@ def _shm(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
 
 def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     if report.ports.data is None:
-        yield unreadable("host", "ports in use", report.ports.why)
+        yield unreadable("runner", "ports in use", report.ports.why)
         return
     ours = own_pids(report)
     wanted = (
@@ -232,7 +232,7 @@ def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
                 continue
             who = f"process {row.pid} ({row.comm})" if row.pid else "a process not seen from here"
             yield Refusal(
-                "host",
+                "runner",
                 "port_taken",
                 f"port {port} ({key}) is taken",
                 f"{host}:{port} free, or held by kvhost's own service",

@@ -10,6 +10,7 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,8 +20,9 @@ from typing import Any
 
 from kvhost.onhost import drive_mount, drive_probe
 from tests.drive_runs import here, run
-from tests.drive_states import State, ready
+from tests.drive_states import PACKAGES, STATES, State, ready
 from tests.lab.loop import Loop, Loops, digests
+from tests.lab.recipe import install
 
 APPLY = Path(__file__).parents[1] / "kvhost/onhost/drive_apply.py"
 BASE = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e"))
@@ -149,3 +151,53 @@ def judge(
 def batches(states: Sequence[State]) -> Iterator[Sequence[State]]:
     for start in range(0, len(states), BATCH):
         yield states[start : start + BATCH]
+
+
+def line(row: Row) -> str:
+    """The row of docs/drive-states.md about one state."""
+    plan = "not seen by it" if row.refusals is None else ", ".join(map(_code, sorted(row.refusals)))
+    answers = " / ".join(_code(row.orders[kind]) for kind in ("seen", "blank"))
+    kept = "yes" if not row.harmed else f"NO, after {', '.join(row.harmed)}"
+    state = row.state
+    return f"| {state.name} | {state.holds} | {state.source} | {plan} | {answers} | {kept} |"
+
+
+def _code(word: str) -> str:
+    return f"`{word}`"
+
+
+PAGE = Path(__file__).parents[1] / "docs/drive-states.md"
+HEAD = """\
+# States of a drive that kvhost refused
+
+Made by `python -m tests.drive_judge`; `tests/test_drive_states.py` compares each row with what
+happens. Each state is on a real block device (a loop device), made by the tool named, or written to
+the format's specification where Debian has no tool.
+
+- plan: what `deploy.py` says that claims the drive. Where a plan cannot see it, the step that
+  writes does.
+- forged orders: what the step that writes answers when it is told to format although the plan saw
+  everything, and although the plan took the drive for blank.
+- kept: the sha256 of the whole device, taken outside of kvhost, is the same afterwards.
+
+Layers that need a kernel of their own (active md, LVM, bcache, LUKS): `tests/test_drive_vm.py`.
+
+| state | the drive holds | made by | plan | forged orders | kept |
+|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    install(PACKAGES)
+    rows: list[Row] = []
+    for batch in batches(STATES):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += judge(batch, Path(folder), orders=("seen", "blank"))
+        print(f"{len(rows)} of {len(STATES)}", file=sys.stderr, flush=True)
+    harmed = sum(bool(row.harmed) for row in rows)
+    tail = f"\n{len(rows)} states, {harmed} harmed.\n"
+    PAGE.write_text(HEAD + "".join(f"{line(row)}\n" for row in rows) + tail)
+
+
+if __name__ == "__main__":
+    main()

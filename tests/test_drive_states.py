@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drive_judge import ORDERS, Row, batches, judge
+from tests.drive_judge import ORDERS, PAGE, Row, batches, judge, line
 from tests.drive_states import CORE, PACKAGES, STATES, State, nothing
 from tests.lab.recipe import install
 
@@ -79,6 +79,7 @@ def test_the_drive_is_refused_and_keeps_every_byte(
     for order, code in row.orders.items():
         assert code in REFUSALS[order], order
     assert {"seen", "blank"} <= set(row.orders)
+    assert line(row) in PAGE.read_text().splitlines(), "python -m tests.drive_judge makes the page"
 
 
 def test_the_same_orders_for_a_blank_drive_are_carried_out(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Writer:
             why = f"{disk.path} was written to while it was being looked at"
             raise Refused("drive_changed", why)
         again = drive_probe.probe(disk.path)  # the exclusive hold is ours, and shows as "busy"
-        mine = [f for f in again["findings"] if f["kind"] not in ("busy", "in_use")]
+        mine = [f for f in again["findings"] if f["kind"] != "busy"]
         if again["status"] != "ok" or mine != self.found["findings"]:
             why = f"{disk.path} has changed while it was being looked at"
             raise Refused("drive_changed", why, findings=again["findings"])

@@ -111,6 +111,8 @@ class Loops:
         if not partitions and loop.partitions():
             # of what was attached here before, by somebody who left them
             run("partx", "--delete", node)
+        if not read_only and (loop.sys / "ro").read_text().strip() != "0":
+            run("blockdev", "--setrw", node)
         return loop
 
     def detach(self, loop: Loop) -> None:

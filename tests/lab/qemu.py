@@ -65,6 +65,8 @@ class Machine:
 
     def arguments(self) -> list[str]:
         args: list[str | Path] = [
+            # a test run that is killed leaves no machine behind
+            "setpriv", "--pdeathsig", "KILL",
             # never a list of accelerators: /dev/kvm may be there and boot nothing
             "qemu-system-x86_64", "-name", self.name, "-machine", "q35,hpet=off",
             "-accel", "tcg,thread=multi,tb-size=128", "-cpu", CPU, "-m", str(MEMORY_MIB),
@@ -91,7 +93,8 @@ class Machine:
     def start(self, *, snapshot: str | None = None) -> None:
         """Powers on, with the drives of ``slots`` in place; from a snapshot they are plugged in.
 
-        Returns as soon as the emulator answers; see wait().
+        Returns as soon as the emulator answers; see wait(). The machine ends with the thread that
+        started it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "qmp").unlink(missing_ok=True)
