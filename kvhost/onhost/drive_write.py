@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
@@ -36,6 +37,7 @@ else:
 
 Data = dict[str, Any]
 MIB = 1 << 20
+LOOKS = 5
 
 
 class Writer:
@@ -65,8 +67,13 @@ class Writer:
         if disk.written() != written:
             why = f"{disk.path} was written to while it was being looked at"
             raise Refused("drive_changed", why)
-        again = drive_probe.probe(disk.path)  # the exclusive hold is ours, and shows as "busy"
-        mine = [f for f in again["findings"] if f["kind"] != "busy"]
+        for _ in range(LOOKS):
+            again = drive_probe.probe(disk.path)
+            # the exclusive hold is ours, and shows as "busy"
+            mine = [f for f in again["findings"] if f["kind"] != "busy"]
+            if not any(f["kind"] == "in_use" for f in mine):
+                break
+            time.sleep(0.5)  # somebody may only look at all drives
         if again["status"] != "ok" or mine != self.found["findings"]:
             why = f"{disk.path} has changed while it was being looked at"
             raise Refused("drive_changed", why, findings=again["findings"])
