@@ -14,10 +14,15 @@ SETTINGS = {"cache_limit_gib": 0.2, "free_floor_gib": 0.05}
 MOUNT = "/var/lib/kvhost/drive"
 
 
-def storage(folder: Path, hosts: dict[Machine, dict[str, Any]], **more: str) -> Ran:
+def storage(folder: Path, hosts: dict[Machine, dict[str, Any]]) -> Ran:
     """`pyinfra inventory.py storage.py` over these hosts, each with its own claim."""
-    named = {m.name: on(m, {**SETTINGS, **claim}) for m, claim in hosts.items()}
-    return run(folder, "storage.py", named, env=more)
+    return storage_of(folder, {m.name: (m, claim) for m, claim in hosts.items()})
+
+
+def storage_of(folder: Path, named: dict[str, tuple[Machine, dict[str, Any]]]) -> Ran:
+    """The same, of entries of an inventory, of which several may be one host."""
+    hosts = {name: on(m, {**SETTINGS, **claim}) for name, (m, claim) in named.items()}
+    return run(folder, "storage.py", hosts)
 
 
 def full_drive(lab: Lab, serial: str) -> Drive:
