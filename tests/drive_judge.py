@@ -180,7 +180,8 @@ the format's specification where Debian has no tool.
   everything, and although the plan took the drive for blank.
 - kept: the sha256 of the whole device, taken outside of kvhost, is the same afterwards.
 
-Layers that need a kernel of their own (active md, LVM, bcache, LUKS): `tests/test_drive_vm_layers.py`.
+Layers that need a kernel of their own (active md, LVM, bcache, LUKS) are in
+`tests/test_drive_vm_layers.py`.
 
 | state | the drive holds | made by | plan | forged orders | kept |
 |---|---|---|---|---|---|
