@@ -44,7 +44,9 @@ def decide(
         return Decision("no GPU", tuple(_none(host, every)), ())
     refusals = list(_cards(host)) or list(_driver(host))
     loaded = facts.loaded
-    words = f"driver {loaded.version} as it is, " if loaded else "no driver, "
+    words = f"driver {loaded.version}, " if loaded else "no driver, "
+    if loaded and not refusals:
+        words = f"driver {loaded.version} as it is, "
     return Decision(words + host.names(), tuple(refusals), tuple(_notes(host, every)))
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,8 @@ from kvhost.plan_accelerator import decision_of
 from kvhost.plan_lock import choose_lock
 from kvhost.settings import Settings
 from tests.plan_cases import FACTS, GIB, NVIDIA, absent, changed, ok, plan
-from tests.test_driver import BY_ID, MATRIX, facts_of
+from tests.report_tools import as_root, put
+from tests.test_driver import BY_ID, MATRIX, REPO, facts_of, smi_xml
 
 GOOD = BY_ID["two 4090 without NVSwitch, where the fabric manager has nothing to do"]
 OLD = BY_ID["driver 570 under torch for CUDA 13"]
@@ -135,3 +141,45 @@ def test_what_fits_into_the_gpu(
     if words:
         refusal = got.refusals[0]
         assert words in f"{refusal.needed} {refusal.found} {refusal.fix}"
+
+
+# The whole way: settings, the scripts on the host, the lock, the decision, the plan
+
+
+GPU_HOST = """
+set -eu
+mount -t tmpfs none /sys/bus/pci
+cp -r "$1/pci/." /sys/bus/pci/
+mount -t tmpfs none /proc/driver
+mkdir /proc/driver/nvidia
+cp "$1/version" /proc/driver/nvidia/
+exec "$2" -m kvhost.cli plan --json --data base_dir=/var/lib/kvhost-no-such-host
+"""
+
+
+@as_root
+def test_a_machine_that_looks_like_one_with_two_gpus(tmp_path: Path) -> None:
+    """In a mount namespace of its own: kernel files of a GPU host, and a double of nvidia-smi."""
+    (tmp_path / "pci/drivers/nvidia").mkdir(parents=True)
+    for bus in ("01", "02"):
+        top = tmp_path / f"pci/devices/0000:{bus}:00.0"
+        for name, value in (("vendor", "0x10de"), ("class", "0x030000"), ("device", "0x2684")):
+            put(top / name, value + "\n")
+        (top / "driver").symlink_to("../../drivers/nvidia")
+    put(tmp_path / "version", GOOD["proc"] + "\n")
+    said = put(tmp_path / "smi.xml", smi_xml(GOOD["smi"]))
+    put(tmp_path / "programs/nvidia-smi", f"#!/bin/sh\ncat {said}\n").chmod(0o755)
+    tmp_path.chmod(0o755)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", GPU_HOST, "sh", tmp_path, sys.executable],
+        capture_output=True, text=True, check=False, timeout=120, cwd=REPO,
+        env={**os.environ, "PATH": f"{tmp_path}/programs:{os.environ['PATH']}"},
+    )  # fmt: skip
+    [told] = json.loads(done.stdout).values()
+    of_gpu = [row for row in told["refusals"] if row["stage"] in ("accelerator", "engine")]
+    # what else stands against this very machine (ports, memory) is not asked here
+    assert [row for row in of_gpu if row["code"] != "no_python"] == []
+    words = [row["what"] for row in told["actions"]]
+    assert "driver 580.65.06 as it is, 2 x NVIDIA GeForce RTX 4090" in words
+    assert [what for what in words if what.startswith("engine cu13-0.32.0-")]
+    assert [what for what in words if "gcc" in what and "libc6-dev" in what]
