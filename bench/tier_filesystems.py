@@ -30,7 +30,7 @@ from kvhost.onhost import drive_fs
 from tests.lab.loop import MIB, Loop, Loops
 
 SIZE = 3 << 30
-WRITEBACK_S = 40
+WRITEBACK_S, TRIES = 40, 3
 FILES, LISTED, READ_FOR_TIMES = 300, 4096, 400
 Filesystem = Literal["xfs", "ext4", "btrfs"]
 KINDS: tuple[Filesystem, ...] = ("xfs", "ext4", "btrfs")
@@ -167,7 +167,11 @@ def main() -> int:
             for options, rearm in (("relatime", True), ("strictatime,lazytime", False)):
                 times[f"{kind} {options}"] = {
                     "exact": is_exact(drives[kind], args.folder / "mnt", options),
-                    "kib": written_for_times(drives[kind], args.folder / "mnt", options, rearm),
+                    # the least of several: a sync by anybody writes lazy times out
+                    "kib": min(
+                        written_for_times(drives[kind], args.folder / "mnt", options, rearm)
+                        for _ in range(TRIES)
+                    ),
                 }
         middle = {k: {p: statistics.median(v) for p, v in seconds[k].items()} for k in KINDS}
         ratios = {

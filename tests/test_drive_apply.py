@@ -101,7 +101,9 @@ def test_killed_at_a_step_the_next_run_completes(host: Host, step: str) -> None:
 
 
 @pytest.mark.parametrize("filesystem", ["xfs", "ext4", "btrfs"])
-@pytest.mark.parametrize("after_ms", [3, 10, 30])
+@pytest.mark.parametrize(
+    "after_ms", [10, *(pytest.param(ms, marks=pytest.mark.full) for ms in (3, 30, 60))]
+)
 def test_killed_while_mkfs_writes(tmp_path: Path, filesystem: Filesystem, after_ms: int) -> None:
     with host_with(tmp_path, filesystem) as host:
         order = host.order(host.drive())

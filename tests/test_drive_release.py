@@ -112,7 +112,10 @@ def test_a_foreign_drive_is_not_wiped_with_its_token(host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("filesystem", "step"),
-    [("xfs", ""), ("btrfs", ""), ("ext4", ""), *(("xfs", step) for step in GROW_STEPS)],
+    [
+        *(("xfs", ""), ("btrfs", ""), ("ext4", ""), ("xfs", "grow-3"), ("xfs", "grow-filesystem")),
+        *(pytest.param("xfs", step, marks=pytest.mark.full) for step in GROW_STEPS),
+    ],
 )
 def test_grown_with_the_disk(tmp_path: Path, filesystem: Filesystem, step: str) -> None:
     capabilities = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
