@@ -28,8 +28,8 @@ else:
 __all__ = ["Entry", "entry_for", "install", "read", "with_entry", "without_ours"]
 
 OURS = "x-kvhost"
-#: how long a boot waits for the drive before it goes on without it
-DEVICE_TIMEOUT = "x-systemd.device-timeout=20s"
+#: after this what needs the drive fails; the boot itself waits for none of it (nofail)
+DEVICE_TIMEOUT = "x-systemd.device-timeout=60s"
 
 
 @dataclass(frozen=True)

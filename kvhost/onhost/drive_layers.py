@@ -175,7 +175,7 @@ class Layers:
         there. Raises Refused if the name is somebody else's, RuntimeError, OSError."""
         slaves = os.listdir(f"/sys/dev/block/{numbers}/slaves")
         uuid = blkid(f"/dev/{slaves[0]}")["UUID"]
-        more = "luks,nofail,discard,x-systemd.device-timeout=20s"
+        more = "luks,nofail,discard,x-systemd.device-timeout=60s"
         line = f"{NAME} UUID={uuid} {self.key} {more}"
         lines = _crypttab_lines()
         for other in lines:
