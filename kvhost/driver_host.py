@@ -72,11 +72,11 @@ def how_to_install(host: Host, branch: int | None = None) -> str:
     best = branch or host.lock.driver_best or 0
     flavours = {chip.flavour for chip in host.chips}
     needs_old = "proprietary" in flavours
-    ubuntu = f"nvidia:{best}-server{'' if needs_old else '-open'}"
+    ubuntu = f"nvidia-driver-{best}-server{'' if needs_old else '-open'}"
     debian = "cuda-drivers" if needs_old else "nvidia-open"
     kind = "proprietary" if needs_old else "open"
     return (
-        f"{NOT_IN_THIS_VERSION}: install branch {best}, {kind} module (Ubuntu: ubuntu-drivers "
-        f"install --gpgpu {ubuntu}; NVIDIA's repository: apt-get install "
-        f"nvidia-driver-pinning-{best} {debian}; {STEPS})"
+        f"{NOT_IN_THIS_VERSION}: install branch {best}, {kind} module (Ubuntu: apt-get install "
+        f"{ubuntu}; from NVIDIA's repository: apt-get install nvidia-driver-pinning-{best}, then "
+        f"{debian}; {STEPS})"
     )

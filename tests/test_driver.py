@@ -153,7 +153,7 @@ VARIANTS: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("a module that modinfo does not know", changed(GOOD, smi=None, proc="",
      module_kernels=["6.8.0-60-generic"]), ["module_not_loaded"], "lies ready for kernel 6.8.0"),
     ("nvidia-smi does not end", changed(GOOD, smi={"exit": None, "said": [
-     "TimeoutExpired: Command 'nvidia-smi' timed out after 25 seconds"]}),
+     "TimeoutExpired: Command 'nvidia-smi' timed out after 20 seconds"]}),
      ["gpu_not_answering"], "enable --now nvidia-persistenced"),
     ("a card that is not known", changed(GOOD, pci=["0x4242 nvidia"]), [], "0x4242"),
     ("a display card beside it", changed(GOOD, pci=["0x2684 nvidia", "0x1d01 nvidia"]), [],

@@ -37,7 +37,7 @@ LIBRARIES = (
 )
 #: names of the module: NVIDIA's and Ubuntu's, then Debian's
 MODULES = ("nvidia", "nvidia-current", "nvidia-current-open")
-SMI_LIMIT_S = 25  # with persistence off every card is started first
+SMI_LIMIT_S = 20  # with persistence off every card is started first
 
 
 def read(*parts: str) -> str | None:
