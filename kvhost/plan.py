@@ -121,7 +121,10 @@ def _storage(settings: Settings, report: HostReport, facts: PlanInputs) -> list[
     for key, path in (("base_dir", settings.base_dir), ("tier_dir", settings.resolved_tier_dir)):
         disk = report.disk(path)
         there = disk.data is not None and disk.data.exists
-        actions.append(Action("storage", f"directory {path} ({key})", _state(disk, there)))
+        what = f"directory {path} ({key})"
+        if key == "tier_dir" and settings.limit_gib is None:
+            what += f", for all of the drive but {settings.free_floor_gib:g} GiB"
+        actions.append(Action("storage", what, _state(disk, there)))
     return [*actions, accelerator_action(settings, report, facts)]
 
 
