@@ -20,6 +20,7 @@ else:
     engine.deploy(run)
     model.deploy(run)
     cache.check(run)
+    runner.check(run)
     engine.switch(run)
     cache.deploy(run)
     runner.deploy(run)

@@ -44,3 +44,20 @@ def test_unknown_keys_of_both_services_are_refused_together_and_nothing_is_touch
     assert not (site.base / "state/draft.yaml").exists()
     assert {name: site.record(name)["pid"] for name in pids} == pids
     assert site.up(verify="never").changed() == []
+
+
+def test_a_broken_template_of_supervisord_is_refused_before_it_is_read(site: Site) -> None:
+    config = (site.base / "etc/supervisord.conf").read_bytes()
+    pids = {name: site.record(name)["pid"] for name in ("cache", "runner", "pruner")}
+    template = site.repo / "templates/supervisord.conf.j2"
+    was = break_it(template, "startsecs=2", "startsecz=2")
+    try:
+        done = site.up(verify="never")
+    finally:
+        template.write_text(was)
+    assert done.code == 1
+    assert "startsecz is not known to the installed version; the nearest" in done.text
+    assert (site.base / "etc/supervisord.conf").read_bytes() == config
+    assert not (site.base / "state/draft.conf").exists()
+    assert {name: site.record(name)["pid"] for name in pids} == pids
+    assert site.up(verify="never").changed() == []

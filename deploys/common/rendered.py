@@ -13,7 +13,7 @@ from deploys.common.context import REPO, Run
 from deploys.common.facts import GUARD, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.namespace import Namespace, input_digest, namespace_of
-from kvhost.services import Service, cache_service, model_dir, services, vllm_config
+from kvhost.services import Service, model_dir, services, vllm_config
 from kvhost.settings import Settings
 
 _templates = jinja2.Environment(
@@ -36,8 +36,14 @@ def vllm_yaml(run: Run) -> str:
 
 def cache_arguments(run: Run) -> list[str]:
     """Those of `lmcache server`, before the namespace is known: its directory is a stand-in."""
+    (cache, *_) = services_of(run)
+    return list(cache.argv[2:])
+
+
+def services_of(run: Run) -> tuple[Service, ...]:
+    """The services before the namespace is known: its directory is a stand-in."""
     stand_in = run.paths.namespace("0" * 24)
-    return list(cache_service(run.settings, run.paths, stand_in).argv[2:])
+    return services(run.settings, run.paths, stand_in, with_key=run.with_key)
 
 
 def own_scripts(run: Run) -> dict[str, str]:

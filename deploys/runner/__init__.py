@@ -6,8 +6,18 @@ from pyinfra.operations import files
 
 from deploys.common.context import Run
 from deploys.common.operations import secret_file
-from deploys.runner.operations import receipt, service_files, services_answer
+from deploys.runner.operations import (
+    receipt,
+    service_files,
+    services_answer,
+    supervisor_takes_it,
+)
 from kvhost.services import api_key_path
+
+
+def check(run: Run) -> None:
+    """Before anything in use is touched: does the installed supervisord take its configuration?"""
+    supervisor_takes_it(name="runner: what supervisord makes of its configuration", run=run)
 
 
 def deploy(run: Run) -> None:

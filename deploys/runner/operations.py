@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from io import StringIO
 from typing import Any
 
 from pyinfra import host
 from pyinfra.api import FunctionCommand, StringCommand, operation
+from pyinfra.facts.files import Sha256File
 from pyinfra.operations import files
 
 from deploys.common.back import go_back
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson, JsonFile
-from deploys.common.operations import Commands, connector_arguments, executing, refuse, unknown_yet
+from deploys.common.operations import (
+    Commands,
+    connector_arguments,
+    executing,
+    refuse,
+    shown,
+    unknown_yet,
+)
 from deploys.common.ready import ready_command
 from deploys.common.rendered import (
     Late,
     look,
     not_resolved,
     own_scripts,
+    services_of,
     supervisord_conf,
     vllm_yaml,
 )
@@ -34,6 +44,25 @@ def service_texts(run: Run, late: Late) -> dict[str, str]:
         f"{run.paths.etc}/model-digest": f"{late.model_digest}\n",
         f"{run.paths.etc}/supervisord.conf": supervisord_conf(run, described),
     }
+
+
+@operation()
+def supervisor_takes_it(run: Run) -> Commands:
+    """Asks the installed supervisord about its new configuration, before anything in use changes.
+
+    + run: the run of this host
+    """
+    pid1 = run.report.pid1.data
+    if pid1 is not None and pid1.systemd:
+        return  # services.py asks systemd about its units
+    text = supervisord_conf(run, services_of(run))
+    in_use = host.get_fact(Sha256File, path=f"{run.paths.etc}/supervisord.conf")
+    if in_use == hashlib.sha256(text.encode()).hexdigest():
+        return
+    draft = f"{run.paths.state}/draft.conf"
+    yield from files.put._inner(src=StringIO(text), dest=draft, mode="644", create_remote_dir=False)
+    check = shlex.join((run.tools_python, run.script("supervisor_check"), draft))
+    yield shown(f"{check}; code=$?; rm -f {shlex.quote(draft)}; exit $code")
 
 
 @operation()
