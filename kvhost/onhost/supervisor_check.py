@@ -2,8 +2,8 @@
 """Whether the installed supervisord takes a configuration: supervisor_check.py FILE
 
 Run by the tools' Python, before the file replaces the one in use. supervisord's own reader judges
-the values; a key that it never asks for is an error here, because it only passes over it. Exit: 0 it
-does; 1 it does not (all that is wrong, on stderr).
+the values; a key that it never asks for is an error here, because it only passes over it.
+Exit: 0 it does; 1 it does not (all that is wrong, on stderr).
 """
 
 # supervisor is not there where types are checked
