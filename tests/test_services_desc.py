@@ -11,7 +11,8 @@ import jinja2
 import pytest
 import yaml
 
-from kvhost import services
+from kvhost import second_pair, services
+from kvhost.onhost import evidence_probe
 from kvhost.onhost.model_builtin import DIGEST
 from kvhost.settings import Settings
 
@@ -233,3 +234,26 @@ def test_supervisords_file_starts_each_through_launch_and_outwaits_it() -> None:
 def test_two_installations_share_no_memory_segment() -> None:
     one, two = settings(base_dir="/a/kv").paths, settings(base_dir="/b/kv").paths
     assert services.shm_name(one) != services.shm_name(two)
+
+
+def test_a_second_pair_is_the_first_on_other_ports_and_nothing_it_leaves_is_shared() -> None:
+    own = settings()
+    paths = own.paths
+    given = second_pair.second_pair(own, paths, NAMESPACE, with_key=True)
+    ports = {"api_port": 41001, "cache_port": 41002, "cache_http_port": 41003}
+    pair = evidence_probe.filled(given, ports)
+    cache, runner = pair["cache"]["argv"], pair["runner"]["argv"]
+    assert (option(cache, "--port"), option(cache, "--http-port")) == ("41002", "41003")
+    assert option(runner, "--port") == "41001" and option(runner, "--host") == "127.0.0.1"
+    extra = json.loads(option(runner, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert extra["lmcache.mp.port"] == 41002
+    first = described()
+    assert option(cache, "--l2-adapter") == option(first["cache"].argv, "--l2-adapter")
+    assert option(cache, "--shm-name") != option(first["cache"].argv, "--shm-name")
+    for name, one in pair.items():
+        assert one["record"] == f"{BASE}/run/other-{name}.json"
+        assert one["before"] == []  # a sweep would take what the first pair uses for stale
+    assert pair["runner"]["wait_for"] == ["127.0.0.1:41002"]
+    assert pair["runner"]["copies"] == [[f"{BASE}/etc/vllm.yaml", f"{BASE}/run/other-vllm.yaml"]]
+    assert option(runner, "--config") == f"{BASE}/run/other-vllm.yaml"
+    assert "{" + "api_port" not in json.dumps(pair)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvhost.evidence_model import Evidence, parse_events
-from kvhost.onhost import evidence_probe as probe
+from kvhost.onhost.ready import registered
 from kvhost.second_pair import second_pair
 from kvhost.services import vllm_config
 from kvhost.verdict import judge
@@ -67,7 +67,7 @@ def wait_for(pair: Pair, seconds: float = 240) -> None:
         try:
             get(f"http://127.0.0.1:{pair.ports[0]}/health")
             status = get(f"http://127.0.0.1:{pair.ports[2]}/status")
-            if probe.registered(json.loads(status)):
+            if registered(json.loads(status)):
                 return
         except OSError as error:
             assert time.monotonic() < deadline, (error, pair.log("runner")[-3000:])

@@ -7,7 +7,6 @@ is empty. They are started through launch.py, which ends them when this process 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -34,14 +33,6 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def filled(given: Any, ports: dict[str, int]) -> Any:
-    """``given`` with every "{api_port}", "{cache_port}" and "{cache_http_port}" in its texts."""
-    text = json.dumps(given)
-    for name, port in ports.items():
-        text = text.replace("{" + name + "}", str(port))
-    return json.loads(text)
-
-
 class SecondPair:
     """Started by `start`, which makes the collector ask it, ended by `stop`."""
 
@@ -57,7 +48,7 @@ class SecondPair:
         if not given:
             raise ValueError("the config does not say how a second pair is started (other)")
         ports = {name: free for name, free in zip(PORTS, free_ports(len(PORTS)))}  # noqa: B905, C416
-        given = filled(given, ports)
+        given = probe.filled(given, ports)
         state = os.path.dirname(self.test.config["own_requests"])
         own = os.path.join(state, "other-requests.json")
         self.made.append(own)

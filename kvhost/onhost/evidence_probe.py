@@ -77,21 +77,6 @@ def labels_of(text: str, metric: str) -> Json:
     return dict(re.findall(r'(\w+)="([^"]*)"', found[1])) if found else {}
 
 
-def registered(status: Any) -> bool | None:
-    """Whether an engine is registered, by the cache server's /status; None if it does not say.
-
-    LMCache 0.5.6 lists them per way of transfer under keys such as "registered_gpu_ids" and
-    "registered_non_cuda_instance_ids" (lmcache/v1/multiprocess/modules/*_transfer.py).
-    """
-    known: bool | None = None
-    for key, value in status.items() if isinstance(status, dict) else []:
-        mine = key.startswith("registered_") and isinstance(value, list)
-        found = bool(value) if mine else registered(value)
-        if found is not None:
-            known = found or bool(known)
-    return known
-
-
 def first_logprobs(choice: Any) -> Json | None:
     """{token id: log probability} of the likeliest first tokens, of an event with logprobs."""
     top = ((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0]
@@ -334,6 +319,14 @@ def drop_pages(root: str, files: Files) -> Json:
         found["files"] += 1
         found["pages"] += (size + mmap.PAGESIZE - 1) // mmap.PAGESIZE
     return found
+
+
+def filled(given: Any, ports: dict[str, int]) -> Any:
+    """``given`` with every "{api_port}", "{cache_port}" and "{cache_http_port}" in its texts."""
+    text = json.dumps(given)
+    for name, port in ports.items():
+        text = text.replace("{" + name + "}", str(port))
+    return json.loads(text)
 
 
 def write_json(path: str, content: Json, mode: int) -> None:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
     from kvhost.onhost.evidence_collect import Collector, Json, finishing_first
+    from kvhost.onhost.ready import registered
 else:  # on the host the files lie beside each other, in no package
     import evidence_probe as probe
     from evidence_collect import Collector, finishing_first
+    from ready import registered
 
 BATCH = 32  # prompts in one request that fills the engine's memory
 #: a quarter of its files must be there when the services are killed
@@ -96,7 +98,7 @@ class Services(Collector):
         while True:
             found: bool | None = None
             with contextlib.suppress(OSError, ValueError):
-                found = probe.registered(json.loads(self.get(self.asked["cache_http"] + "/status")))
+                found = registered(json.loads(self.get(self.asked["cache_http"] + "/status")))
             self.evidence["registered"] = found
             if found or time.monotonic() > deadline:
                 return {"registered": found}
