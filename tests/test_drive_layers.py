@@ -142,3 +142,12 @@ def test_two_drives_become_one_array_that_comes_back(machine: Machine) -> None:
     assert {m["action"] for m in again["members"]} == {"mount"}
     assert apply(machine)["exit"] == 0
     assert machine.ssh(f"cat {MOUNT}/tier/file").stdout == "KV\n"
+    told = script(machine, f"drive_release.py release --state {BASE}/state")
+    made = {**order(machine, **striped), "token": ",".join(told["tokens"].values())}
+    half = {**made, "token": next(iter(told["tokens"].values()))}
+    words = f"--state {BASE}/state --order {BASE}/state/order.json"
+    for given, code in ((half, 3), (made, 0)):
+        machine.put(json.dumps(given), f"{BASE}/state/order.json")
+        done = script(machine, f"drive_release.py wipe {words}")
+        assert done["exit"] == code, done
+    assert done["erased"] is True

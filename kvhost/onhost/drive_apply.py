@@ -115,6 +115,10 @@ class Apply:
             if volume is None:
                 return {"status": "dry", "changed": [], "would": self.changed}
             there = blkid(volume)
+            if drive_mount.mounted_at(self.target) is None:
+                for disk in disks:  # all that had to be guarded is written
+                    disk.unlock()
+                drive_mount.known_to_udev(volume, there["UUID"])
             self.mounted(volume, there)
         return {
             "status": "done",

@@ -162,6 +162,10 @@ class Disk:
                     raise Refused("drive_busy", why) from None
             time.sleep(0.1)
 
+    def unlock(self) -> None:
+        """For udev, which looks at a new filesystem only once the lock is free."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
     def keep_others_out(self, writing: bool = False) -> int:
         """O_EXCL: nobody can mount the disk or a part of it meanwhile. The descriptor.
 

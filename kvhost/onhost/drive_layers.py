@@ -170,6 +170,22 @@ class Layers:
         tool("cryptsetup", "open", "--type", "luks2", *words, accept=(0, 1, 2, 4))
         return os.path.exists(MAPPED)
 
+    def erased(self, parts: list[str]) -> bool:
+        """Destroys the key slots of LUKS2 over these partitions, and the key; False without it."""
+        there = [blkid(part) for part in parts]
+        device, array = parts[0], None
+        if len(parts) > 1 and {found.get("TYPE") for found in there} == {"linux_raid_member"}:
+            device = array = self.assembled(plain(there[0].get("UUID")), parts)
+        encrypted = blkid(device).get("TYPE") == "crypto_LUKS"
+        if encrypted:
+            step("key-slots")
+            tool("cryptsetup", "luksErase", "--batch-mode", device)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.key)
+        if array is not None:
+            tool("mdadm", "--stop", array)
+        return encrypted
+
     def into_crypttab(self, numbers: str) -> bool:
         """The line that opens it at boot, for the mapping with these numbers; False if it is
         there. Raises Refused if the name is somebody else's, RuntimeError, OSError."""
@@ -241,6 +257,19 @@ def running_array(uuid: str) -> str | None:
             if found and plain(found[1]) == plain(uuid):
                 return f"/dev/{name}"
     return None
+
+
+def close_over(device: str) -> None:
+    """Takes apart what lies over a partition of kvhost's. Raises RuntimeError if it is in use."""
+    name = os.path.basename(os.path.realpath(device))
+    for holder in sorted(os.listdir(f"/sys/class/block/{name}/holders")):
+        close_over(f"/dev/{holder}")
+        if holder.startswith("dm-"):
+            if read_text(f"/sys/class/block/{holder}/dm/name") != NAME:
+                raise RuntimeError(f"{holder} lies on {device} and is not kvhost's")
+            tool("cryptsetup", "close", NAME)
+        else:
+            tool("mdadm", "--stop", f"/dev/{holder}")
 
 
 def close(device: str) -> None:

@@ -16,6 +16,7 @@ import re
 import stat
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,23 @@ def open_mount_point(target: str) -> None:
 
 def has_systemd() -> bool:
     return os.path.isdir("/run/systemd/system")
+
+
+def known_to_udev(path: str, uuid: str, seconds: float = 30) -> None:
+    """Waits for udev's link to a filesystem, where there is udev.
+
+    systemd unmounts at once what it believes to lie on a device that is not there.
+    """
+    if not os.path.isdir("/run/udev"):
+        return
+    tool("udevadm", "trigger", "--action=change", path, accept=(0, 1))
+    deadline, link = time.monotonic() + seconds, f"/dev/disk/by-uuid/{uuid}"
+    while os.path.realpath(link) != os.path.realpath(path):
+        if time.monotonic() > deadline:
+            print(f"udev shows no {link} after {seconds:.0f} s", file=sys.stderr, flush=True)
+            return
+        time.sleep(0.2)
+    tool("udevadm", "settle", "--timeout=10", accept=(0, 1))
 
 
 def mount(target: str, fstab: str) -> None:

@@ -111,32 +111,43 @@ def wipe_token(found: Data) -> str | None:
 
 
 def wipe(order: Data, state: str) -> Data:
-    """Raises Refused unless the drive is kvhost's own, not in use, and the token is right."""
-    drive = order["drive"]
-    with Disk(drive["path"], drive["maj_min"], drive.get("diskseq")) as disk:
-        disk.lock()
-        found = drive_volume.probed(disk, order)
-        if found["device"]["kvhost"] is None:
-            raise Refused("not_ours", f"{disk.path} is no drive that kvhost formatted")
-        never = [f for f in found["findings"] if f["kind"] not in drive_probe.ERASABLE]
-        if never:
-            words = "; ".join(f"{f['kind']}: {f['detail']}" for f in never)
-            raise Refused("drive_in_use", f"{disk.path} is not wiped: {words}")
-        token = wipe_token(found)
-        if token is None or token not in str(order.get("token")).split(","):
-            why = f"{disk.path} is wiped only with drive_erase = '{token}' in this host's own data"
-            raise Refused("no_token", why, token=token, findings=found["findings"])
-        disk.keep_others_out()
-        step("wipe")
-        part = disk.partition_path(1)
-        encrypted = found["device"]["kvhost"]["encrypted"]
-        if encrypted:
-            disk.let_others_in()
-            tool("cryptsetup", "luksErase", "--batch-mode", part)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(drive_layers.Layers(order, state).key)
-        drive_write.Writer(disk, order, found, state).take_off()
-    return {"status": "done", "changed": [f"{drive['path']} wiped"], "erased": bool(encrypted)}
+    """Raises Refused unless every drive is kvhost's own, not in use, and has its token; before
+    that nothing is written to any of them."""
+    members = drive_volume.members_of(order)
+    layers = drive_layers.Layers(order, state)
+    with contextlib.ExitStack() as stack:
+        held = []
+        for member in members:
+            drive = member["drive"]
+            disk = Disk(drive["path"], drive["maj_min"], drive.get("diskseq"))
+            held.append(stack.enter_context(disk))
+            disk.lock()
+            part = drive_volume.own_partition(disk)
+            if part is None or drive_probe.probe(disk.path)["device"]["kvhost"] is None:
+                raise Refused("not_ours", f"{disk.path} is no drive that kvhost formatted")
+            drive_layers.close_over(part)  # what udev has started by itself
+        found = [may_be_wiped(disk, m, order) for disk, m in zip(held, members)]  # noqa: B905
+        parts = [disk.partition_path(1) for disk in held]
+        erased = layers.erased(parts)
+        for disk, member, seen in zip(held, members, found):  # noqa: B905
+            step("wipe")
+            drive_write.Writer(disk, member, seen, state).take_off()
+    names = [member["drive"]["path"] for member in members]
+    return {"status": "done", "changed": [f"{name} wiped" for name in names], "erased": erased}
+
+
+def may_be_wiped(disk: Disk, member: Data, order: Data) -> Data:
+    """What lies on the drive. Raises Refused: it is in use, or the order has not its token."""
+    found = drive_volume.probed(disk, member)
+    never = [f for f in found["findings"] if f["kind"] not in drive_probe.ERASABLE]
+    if never:
+        words = "; ".join(f"{f['kind']}: {f['detail']}" for f in never)
+        raise Refused("drive_in_use", f"{disk.path} is not wiped: {words}")
+    token = wipe_token(found)
+    if token is None or token not in str(order.get("token")).split(","):
+        why = f"{disk.path} is wiped only with drive_erase = '{token}' in this host's own data"
+        raise Refused("no_token", why, token=token, findings=found["findings"])
+    return found
 
 
 def main() -> int:
