@@ -36,6 +36,9 @@ RUNS: list[tuple[int, list[dict[str, str]], int, str]] = [
     (0, [STARTED, verdict("PASS")], 0, "a: persisted PASS (T)"),
     (1, [STARTED, verdict("FAIL")], 1, "persisted FAIL"),
     (1, [STARTED, verdict("INCONCLUSIVE")], 2, "INCONCLUSIVE"),
+    # a run that went back is a failure, whatever its verdict was
+    (1, [STARTED, verdict("INCONCLUSIVE"), {"host": "a", "rolled_back": "why"}], 1, "WENT BACK"),
+    (1, [STARTED, {"host": "a", "rolled_back": "no answer"}], 1, "no answer"),
     # one passed, another failed before its verdict
     (1, [STARTED, verdict("PASS"), {"host": "b"}], 1, "a: "),
     (0, [STARTED], 0, "verify is never"),
