@@ -194,6 +194,22 @@ SETUPS: tuple[tuple[str, str, str | None, str, str | None, Edit], ...] = (
         lambda e: None,
     ),
     ("vLLM without a connector", "FAIL", "connector-missing", "plain", None, lambda e: None),
+    (
+        "LMCache's server, only the runner restarted: its memory answered",
+        "INCONCLUSIVE",
+        "storage-not-seen",
+        "mp-runner-only",
+        None,
+        lambda e: None,
+    ),
+    (
+        "LMCache's server, both restarted, for comparison",
+        "PASS",
+        None,
+        "mp-both",
+        None,
+        lambda e: None,
+    ),
     ("ExampleConnector, for comparison", "PASS", None, "example", None, lambda e: None),
     (
         "reads not observable",
@@ -553,20 +569,6 @@ _OF_EXAMPLE: tuple[tuple[str, str, str | None, Edit], ...] = (
 )
 
 
-def with_cache(e: Json) -> None:
-    """As if an LMCache server's page had been given, too, and told what vLLM tells."""
-    e["cache_metrics"] = True
-    fields = ("lookups", "requested_tokens", "hit_tokens", "hit_l1_tokens", "hit_l2_tokens")
-    for life in (0, 1):
-        for number, shot in enumerate(shots(e, life)):
-            seen = (number + 1) // 2
-            found = shot["vllm"]["external_hits"]
-            figures = (seen, seen * 2048.0, found, 0.0, found)
-            rest = {"l2_loads": 0.0, "l2_stored_chunks": 8.0, "l2_adapters": 1.0}
-            born = {"start_time": 1.0 + life}
-            shot["cache"] = {**dict(zip(fields, figures, strict=True)), **rest, **born}
-
-
 #: Both sources: where one of them is enough to see where the KV lay, the other must not disagree.
 _OF_BOTH: tuple[tuple[str, str, str | None, Edit], ...] = (
     ("files and L2 agree", "PASS", None, lambda e: None),
@@ -593,11 +595,9 @@ _OF_BOTH: tuple[tuple[str, str, str | None, Edit], ...] = (
     ),
 )
 ALL: tuple[Case, ...] = (
-    *(
-        Case(name, persisted, cause, both(with_cache, edit), base="example")
-        for name, persisted, cause, edit in _OF_BOTH
-    ),
+    *(Case(*case, base="mp-both") for case in _OF_BOTH),
     Case("as recorded", "FAIL", "connector-missing", lambda e: None, base="plain"),
+    Case("as recorded", "INCONCLUSIVE", "storage-not-seen", lambda e: None, "mp-runner-only"),
     *(Case(*case) for case in _OF_MP),
     *(Case(*case, base="example") for case in _OF_EXAMPLE),
     Case("as recorded", "FAIL", "index-in-memory", lambda e: None, base="local-disk"),
