@@ -6,8 +6,11 @@ pyinfra's own facts return their default when a program is missing or fails, whi
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shlex
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +117,16 @@ class DrivesText(FactBase[str]):
 
 def _sent(names: tuple[str, ...], argv: tuple[str, ...]) -> str:
     """A command that brings scripts along, runs the first of them, and leaves nothing behind."""
-    parts = ["d=$(mktemp -d) || exit 1"]
-    for name in names:
-        text = (ONHOST / name).read_text()
-        parts.append(f"cat > \"$d/{name}\" <<'KVHOST-END'\n{text}\nKVHOST-END")
-    parts.append(f'python3 "$d/{names[0]}" {shlex.join(argv)} 2>&1; rm -rf "$d"')
-    return "\n".join(parts)
+    # packed: one argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name in names:
+            archive.add(ONHOST / name, name)
+    text = base64.encodebytes(packed.getvalue()).decode()
+    return "\n".join(
+        (
+            "d=$(mktemp -d) || exit 1",
+            f"base64 -d <<'KVHOST-END' | tar xzo -C \"$d\"\n{text}KVHOST-END",
+            f'python3 "$d/{names[0]}" {shlex.join(argv)} 2>&1; rm -rf "$d"',
+        )
+    )
