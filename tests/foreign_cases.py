@@ -193,6 +193,14 @@ SETUPS: tuple[tuple[str, str, str | None, str, str | None, Edit], ...] = (
         None,
         lambda e: None,
     ),
+    (
+        "LMCacheConnectorV1 with a remote `fs:///…`, a URL without host, dropped with a warning",
+        "FAIL",
+        "nothing-written",
+        "fs-without-host",
+        None,
+        lambda e: None,
+    ),
     ("vLLM without a connector", "FAIL", "connector-missing", "plain", None, lambda e: None),
     (
         "LMCache's server, only the runner restarted: its memory answered",
