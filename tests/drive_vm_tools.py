@@ -16,13 +16,8 @@ MOUNT = "/var/lib/kvhost/drive"
 
 def storage(folder: Path, hosts: dict[Machine, dict[str, Any]]) -> Ran:
     """`pyinfra inventory.py storage.py` over these hosts, each with its own claim."""
-    return storage_of(folder, {m.name: (m, claim) for m, claim in hosts.items()})
-
-
-def storage_of(folder: Path, named: dict[str, tuple[Machine, dict[str, Any]]]) -> Ran:
-    """The same, of entries of an inventory, of which several may be one host."""
-    hosts = {name: on(m, {**SETTINGS, **claim}) for name, (m, claim) in named.items()}
-    return run(folder, "storage.py", hosts)
+    named = {m.name: on(m, {**SETTINGS, **claim}) for m, claim in hosts.items()}
+    return run(folder, "storage.py", named)
 
 
 def full_drive(lab: Lab, serial: str) -> Drive:

@@ -276,11 +276,13 @@ def test_files_in_a_half_made_filesystem_are_kept(host: Host) -> None:
 
 
 def test_a_foreign_filesystem_at_the_mount_point(host: Host) -> None:
-    order = host.order(host.drive())
+    loop = host.drive()
+    order, before = host.order(loop), digest(loop)
     host.mount.mkdir()
     run("mount", "-t", "tmpfs", "tmpfs", host.mount)
     told = host.apply(order)
     assert told["exit"] == 3 and "another filesystem is mounted" in told["why"], told
+    assert digest(loop) == before, "found out only after the drive was formatted"
 
 
 def test_a_mount_point_with_something_in_it(host: Host) -> None:

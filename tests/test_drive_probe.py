@@ -587,6 +587,36 @@ def test_the_system_is_found_through_every_layer(machine: Sys) -> None:
     assert drive_probe._layer("md0") == "md raid1" and drive_probe._layer("dm-0") == "lvm"
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"read_only": True}, "read_only"),
+        ({"hidden": True}, "hidden"),
+        ({"zoned": "host-managed"}, "zoned"),
+        *[({"transport": way}, "fabric") for way in ("iscsi", "fc", "nvme-tcp", "ib", "unknown")],
+        ({"wwn": None, "serial": None, "by_id": None}, "no_identity"),
+        ({}, None),
+        *[({"wwn": None, "serial": None, "by_id": None, key: "x"}, None)
+          for key in ("wwn", "serial", "by_id")],
+    ],
+)  # fmt: skip
+def test_what_a_drive_is_stands_against_it(changes: dict[str, Any], kind: str | None) -> None:
+    device = {"transport": "nvme", "read_only": False, "hidden": False, "zoned": "none",
+              "wwn": "eui.01", "serial": "S1", "by_id": "nvme-x", **changes}  # fmt: skip
+    context = drive_probe.Context()
+    looks = (drive_probe._state, drive_probe._identity)
+    found = [one for look in looks for one, _ in look("nvme9n1", device, context)]
+    assert found == ([kind] if kind else [])
+
+
+def test_the_drive_of_the_running_system_is_told() -> None:
+    device = {"transport": "nvme", "read_only": False, "hidden": False, "zoned": "none"}
+    context = drive_probe.Context()
+    context.system = {"nvme0n1"}
+    assert [k for k, _ in drive_probe._state("nvme0n1", device, context)] == ["system"]
+    assert not list(drive_probe._state("nvme1n1", device, context))
+
+
 SMART = bytes([4]) + struct.pack("<H", 273 + 52) + bytes([90, 10, 7])
 
 
