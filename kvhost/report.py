@@ -291,6 +291,13 @@ class HostFile(_Model):
 NOT_TOLD: Part[Any] = Part[Any](status="absent", why="the report does not tell of it")
 
 
+class OwnUnit(_Model):
+    """A unit of kvhost's names; `ours`: of this installation and in its place."""
+
+    path: str
+    ours: bool
+
+
 class Kvhost(_Model):
     """`good`, `previous`: manifests of what last passed; `failed`: what was gone back from."""
 
@@ -308,6 +315,7 @@ class Kvhost(_Model):
     services: Part[list[Service]]
     run_lock: Part[RunLock]
     files: Part[dict[str, HostFile]]
+    units: Part[list[OwnUnit]]
 
 
 class ForeignProcess(_Model):

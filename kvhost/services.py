@@ -1,4 +1,4 @@
-"""The services of a host, described once: supervisord's files come from this, later systemd's.
+"""The services of a host, described once: supervisord's file and systemd's units come from this.
 
 Pure functions of settings and paths. A service is started by onhost/launch.py from a JSON
 description (`launch_spec`); what differs between supervisors is only who starts launch.py.
@@ -17,6 +17,11 @@ from kvhost.settings import Settings
 #: Files that the services share with the host scripts
 TIER_MARKER = ".kvhost-tier"
 NAMESPACE_FILE = ".kvhost-namespace.json"
+
+
+def unit_file(name: str) -> str:
+    """Name of a service's unit; without systemd there is no such file."""
+    return f"kvhost-{name}.service"
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,17 @@ class Service:
     needs_mount: str | None = None
     #: it does not start again sooner than this after its end
     min_gap_s: float = 0
+    #: files that tell the right place (a mounted tier) from an empty directory; it waits for them
+    require: tuple[str, ...] = ()
+    #: where it writes, beside its home, log and run directories
+    writes: tuple[str, ...] = ()
+    #: command that ends well once it has answered, and how long that may take
+    ready: tuple[str, ...] = ()
+    ready_s: int = 0
+    #: ports of loopback that only root and the service's user may open, where systemd runs it
+    closed_ports: tuple[int, ...] = ()
+    #: services that are started first, and are wanted
+    after: tuple[str, ...] = ()
     stop_timeout_s: int = 30
     #: start order, low first
     priority: int = 100
@@ -55,7 +71,9 @@ class Service:
             "env": self.env,
             "secret_env": self.secret_env,
             "record": f"{paths.run}/{self.name}.json",
-            "watch": list(self.watch),
+            "watch": [*self.watch, f"{paths.etc}/{unit_file(self.name)}"],
+            "require": list(self.require),
+            "log": f"{paths.log}/{self.name}.log",
             "wait_for": list(self.wait_for),
             "wait_s": 120,
             "before": [list(argv) for argv in self.before],
@@ -103,6 +121,21 @@ def api_url(settings: Settings) -> str:
 
 def api_key_path(paths: HostPaths) -> str:
     return f"{paths.secrets}/api-key"
+
+
+def ready_argv(settings: Settings, paths: HostPaths, *, with_key: bool) -> tuple[str, ...]:
+    """Command that asks whether the server has answered; run as root, it counts its request."""
+    key = ("--key-file", api_key_path(paths)) if with_key else ()
+    return (
+        *cache_ready_argv(settings, paths),
+        *("--api", api_url(settings), "--model", served_name(settings), *key),
+    )
+
+
+def cache_ready_argv(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
+    """The same for the cache server alone."""
+    url = f"http://127.0.0.1:{settings.cache_http_port}"
+    return ("python3", f"{paths.bin}/ready.py", "--base", paths.base_dir, "--cache", url)
 
 
 def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
@@ -188,6 +221,11 @@ def _drive_of(settings: Settings) -> str | None:
     return settings.resolved_drive_mount if settings.claims_a_drive else None
 
 
+def tier_marks(settings: Settings, namespace_dir: str) -> tuple[str, ...]:
+    """Files without which the tier is not the tier, but the directory below an absent mount."""
+    return (f"{settings.paths.tier_dir}/{TIER_MARKER}", f"{namespace_dir}/{NAMESPACE_FILE}")
+
+
 def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
     sweep = (
         f"{paths.tools}/current/bin/python",
@@ -226,6 +264,11 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         needs_mount=_drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,
+        require=tier_marks(settings, namespace_dir),
+        writes=(settings.paths.tier_dir,),
+        ready=cache_ready_argv(settings, paths),
+        ready_s=120,
+        closed_ports=(settings.cache_port, settings.cache_http_port),
         stop_timeout_s=60,
         priority=10,
     )
@@ -250,6 +293,9 @@ def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> S
             *(paths.current, config, f"{paths.etc}/model-digest"),
             f"{paths.lib}/kvhost_guard.py",
         ),
+        after=("cache",),
+        ready=ready_argv(settings, paths, with_key=with_key),
+        ready_s=settings.ready_timeout_s,
         stop_timeout_s=60,
         priority=20,
     )
@@ -274,6 +320,8 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
         watch=(f"{paths.bin}/pruner.py",),
         needs_mount=_drive_of(settings),
+        require=tier_marks(settings, namespace_dir),
+        writes=(settings.paths.tier_dir,),
         priority=30,
     )
 

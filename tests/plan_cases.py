@@ -115,7 +115,8 @@ def healthy() -> dict[str, Any]:
         "kvhost": ok({"base": absent(), "receipt": absent(), "current": absent(),
                       "verified": absent(),
                       "envs": absent(), "tools": absent(), "models": absent(), "tier": absent(),
-                      "services": absent(), "run_lock": absent(), "files": ok({})}),
+                      "services": absent(), "run_lock": absent(), "files": ok({}),
+                      "units": ok([])}),
         "model": absent(),
         "adoptable": ok({"processes": [], "hf_caches": [], "units": []}),
     }  # fmt: skip

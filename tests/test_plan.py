@@ -46,6 +46,9 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
      "home /var/www"),
     ("run_in_progress", {"kvhost.run_lock": lock()}, {}, "30 min",
      "r1 of ann@laptop:4711, alive 60 s"),
+    ("unit_taken", {"pid1.systemd": True, "kvhost.units": ok([
+        {"path": "/etc/systemd/system/kvhost-cache.service", "ours": False}])}, {},
+     "kvhost wrote for /var/lib/kvhost", "another's unit, a link, or masked"),
     ("unsupported_os", {"os.version_id": "11"}, {}, "Debian 12", "debian 11"),
     ("unsupported_os", {"os.id": "ubuntu", "os.version_id": "20.04"}, {}, "22.04", "ubuntu 20.04"),
     ("unsupported_os", {"os.id": "fedora", "os.version_id": "42"}, {}, "Debian 12", "fedora 42"),
@@ -156,7 +159,7 @@ def test_every_refusal_in_the_code_is_in_the_table() -> None:
     "part",
     ["os", "arch", "memory", "shm", "cpus", "disks", "users", "pythons", "gpu", "ports", "kvhost",
      BASE, TIER, "kvhost.base", "kvhost.run_lock", "kvhost.services", "kvhost.tier",
-     "kvhost.envs", "kvhost.models"],
+     "kvhost.envs", "kvhost.models", "pid1"],
 )  # fmt: skip
 def test_what_a_decision_needs_and_cannot_be_read_is_refused(part: str) -> None:
     got = plan({part: {"status": "unreadable", "why": ON_SITE, "data": None}})
@@ -173,7 +176,6 @@ def test_what_a_decision_needs_and_cannot_be_read_is_refused(part: str) -> None:
         ("kvhost.current", ""),
         ("kvhost.files", ""),
         ("kvhost.receipt", f"The receipt of the last run is unreadable: {ON_SITE}."),
-        ("pid1", f"What PID 1 is could not be read: {ON_SITE}."),
         ("adoptable", f"What could be adopted here is not known: {ON_SITE}."),
     ],
 )

@@ -197,7 +197,6 @@ def test_a_model_of_the_hub() -> None:
     "host, other, words",
     [
         ({}, {"third_party_build": True}, "third party's build, not one of vLLM's"),
-        ({"pid1.systemd": True}, {}, "not started at boot"),
         ({f"{TIER}.fs": "overlay"}, {}, "lost with the container"),
         ({"users.login_users": ["ann", "bob"]}, {}, "2 other users of this host (ann, bob)"),
         ({}, {"model": None}, "memory was checked without its weights"),

@@ -22,6 +22,29 @@ from tests.report_tools import CANARY, ok, open_dir, put, root, run_script
 __all__ = ["open_dir", "root"]  # fixtures
 
 
+def test_units_of_kvhosts_names_are_told_from_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "ROOT", tmp_path)
+    base = Path("/var/lib/kvhost")
+    for top in ("etc", "usr/lib"):
+        (tmp_path / top / "systemd/system").mkdir(parents=True)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    place = tmp_path / "etc/systemd/system"
+    (place / "kvhost-cache.service").write_text(f"# Written by kvhost for {base}. Changes\n")
+    (place / "kvhost-runner.service").write_text("# Written by kvhost for /srv/other. Changes\n")
+    (place / "kvhost-pruner.service").symlink_to("/dev/null")
+    vendor = tmp_path / "usr/lib/systemd/system/kvhost-cache.service"
+    vendor.write_text(f"# Written by kvhost for {base}. Changes\n")
+    found = {row["path"]: row["ours"] for row in held.own_units(base)}
+    assert found == {
+        str(place / "kvhost-cache.service"): True,
+        str(place / "kvhost-runner.service"): False,
+        str(place / "kvhost-pruner.service"): False,
+        str(vendor): False,  # it would be shadowed
+    }
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -274,6 +297,7 @@ def kvhost(base: Path) -> dict[str, Any]:
 def test_nothing_of_kvhost_is_absent(tmp_path: Path) -> None:
     got = kvhost(tmp_path / "base")
     assert got.pop("files") == ("ok", {})
+    assert got.pop("units") == ("ok", [])
     assert {status for status, _ in got.values()} == {"absent"}
 
 

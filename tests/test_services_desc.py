@@ -214,7 +214,10 @@ def test_what_launch_reads_is_whole() -> None:
         assert data["stop_timeout_s"] == service.stop_timeout_s
         assert data["secret_env"] == service.secret_env
         assert data["wait_for"] == list(service.wait_for)
-        assert data["watch"] == list(service.watch)
+        unit = f"{BASE}/etc/kvhost-{service.name}.service"  # without systemd there is none
+        assert data["watch"] == [*service.watch, unit]
+        assert data["require"] == list(service.require)
+        assert data["log"] == f"{BASE}/log/{service.name}.log"
 
 
 def test_supervisords_file_starts_each_through_launch_and_outwaits_it() -> None:

@@ -55,6 +55,11 @@ class Run(Visit):
     drive_order: dict[str, Any] | None = None
 
     @property
+    def systemd(self) -> bool:
+        """Whether systemd is PID 1 on the host, and runs the services."""
+        return self.report.pid1.data is not None and self.report.pid1.data.systemd
+
+    @property
     def env_dir(self) -> str:
         """Directory of the engine environment that this run wants."""
         return f"{self.paths.envs}/{self.lock.digest[:16]}"

@@ -12,9 +12,11 @@ from pyinfra.api.command import PyinfraCommand
 from deploys.common.context import REPO, Run
 from deploys.common.facts import GUARD, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
+from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace, input_digest, namespace_of
-from kvhost.services import Service, model_dir, services, vllm_config
+from kvhost.services import Service, model_dir, services, unit_file, vllm_config
 from kvhost.settings import Settings
+from kvhost.units import unit_text
 
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(REPO / "templates"),
@@ -56,6 +58,25 @@ def own_scripts(run: Run) -> dict[str, str]:
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
     template = _templates.get_template("supervisord.conf.j2")
     return template.render(paths=run.paths, services=described)
+
+
+def manager_texts(run: Run, described: tuple[Service, ...]) -> dict[str, str]:
+    """Path -> content of what systemd or supervisord reads."""
+    if run.systemd:
+        return unit_texts(run.settings, run.lock, described)
+    return {f"{run.paths.etc}/supervisord.conf": supervisord_conf(run, described)}
+
+
+def unit_texts(
+    settings: Settings, lock: EngineLock, described: tuple[Service, ...]
+) -> dict[str, str]:
+    """Path -> content of the units; services.py puts them where systemd reads them."""
+    paths = settings.paths
+    gpu = lock.cuda is not None
+    return {
+        f"{paths.etc}/{unit_file(s.name)}": unit_text(s, settings, paths, gpu=gpu)
+        for s in described
+    }
 
 
 @dataclass(frozen=True)

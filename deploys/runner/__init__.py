@@ -26,7 +26,8 @@ def deploy(run: Run) -> None:
             name="runner: API key",
             path=api_key_path(run.paths),
             secret=run.api_key,
-            user=run.user,
+            # systemd, as root, hands it to the one service that needs it
+            user="root" if run.systemd else run.user,
         )
     else:
         files.file(name="runner: no API key", path=api_key_path(run.paths), present=False)

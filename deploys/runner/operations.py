@@ -27,6 +27,7 @@ from deploys.common.ready import ready_command
 from deploys.common.rendered import (
     Late,
     look,
+    manager_texts,
     not_resolved,
     own_scripts,
     services_of,
@@ -42,7 +43,7 @@ def service_texts(run: Run, late: Late) -> dict[str, str]:
     return {
         **{f"{run.paths.etc}/{s.name}.json": s.launch_spec(run.paths) for s in described},
         f"{run.paths.etc}/model-digest": f"{late.model_digest}\n",
-        f"{run.paths.etc}/supervisord.conf": supervisord_conf(run, described),
+        **manager_texts(run, described),
     }
 
 
@@ -67,7 +68,7 @@ def supervisor_takes_it(run: Run) -> Commands:
 
 @operation()
 def service_files(run: Run) -> Commands:
-    """The descriptions that launch.py and supervisord read.
+    """The descriptions that launch.py and supervisord or systemd read.
 
     + run: the run of this host
     """

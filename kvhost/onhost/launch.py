@@ -13,7 +13,9 @@ SPEC: {"service", "argv", "env": {}, "secret_env": {VAR: file}, "record": file,
        "watch": [files whose change means a restart], "wait_for": ["host:port"], "wait_s",
        "before": [argv, …], "copies": [[source, copy], …] (what the service reads in place of the
        source), "drive": {"mount", "record"} (what has to be mounted where, state/drive.json),
-       "min_gap_s", "stop_timeout_s"}
+       "require": [paths that must be there], "min_gap_s", "stop_timeout_s",
+       "log": file that the output goes to as well when the supervisor's end of it is the journal}
+Under systemd a secret is read from the unit's credential of the file's name (LoadCredential=).
 Exit: the service's own code; 78 the spec is unusable; 75 something it needs did not come;
 1 it could not be started, or it had to be killed.
 """
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         spawn,
         start_ticks,
     )
+    from kvhost.onhost.launch_log import also_in_file
 else:  # it lies beside this file on a host, where there is no package kvhost
     from launch_children import (
         GaveUp,
@@ -63,6 +66,7 @@ else:  # it lies beside this file on a host, where there is no package kvhost
         spawn,
         start_ticks,
     )
+    from launch_log import also_in_file
 
 #: a service that ends sooner than this failed to start, rather than crashed; seconds
 YOUNG_S = 120
@@ -232,6 +236,15 @@ class Launch:
             self.doing(f"a pause of {gap:.1f} s since its last end")
             self.signals.pause(gap)
 
+    def required(self) -> None:
+        """Raises GaveUp when a file is missing that tells the right place from an empty one."""
+        for path in self.spec.get("require", []):
+            try:
+                os.stat(path)
+            except OSError as error:
+                why = f"{path}: {error.strerror}. Is what belongs there mounted?"
+                raise GaveUp(75, f"{why} If it is: the next deploy makes it anew") from error
+
     def wait_for(self) -> None:
         seconds = float(self.spec.get("wait_s", 120))
         deadline = time.monotonic() + seconds
@@ -251,9 +264,11 @@ class Launch:
     def environment(self) -> dict[str, str]:
         """The spec's environment and the secrets, nothing of the supervisor's. Raises GaveUp."""
         env = dict(self.spec["env"])
+        credentials = os.environ.get("CREDENTIALS_DIRECTORY")
         for variable, path in self.spec.get("secret_env", {}).items():
+            source = os.path.join(credentials, os.path.basename(path)) if credentials else path
             try:
-                with open(path, encoding="utf-8") as handle:
+                with open(source, encoding="utf-8") as handle:
                     value = handle.read().rstrip("\n")
             except (OSError, ValueError) as error:
                 raise GaveUp(78, f"the secret in {path} cannot be read: {error}") from error
@@ -323,6 +338,8 @@ class Launch:
             self.end_leftovers(before)
             self.back_off()
             self.keep_gap(before)
+            self.check_drive()
+            self.required()
             self.wait_for()
             self.check_drive()
             env = self.environment()
@@ -433,7 +450,8 @@ def main() -> int:
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return Launch(args.spec, spec, digest).run()
+    with also_in_file(spec.get("log")):
+        return Launch(args.spec, spec, digest).run()
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class Server:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.base: str = args.base
-        self.api, self.cache = args.api.rstrip("/"), args.cache.rstrip("/")
+        self.api: str | None = args.api.rstrip("/") if args.api else None
+        self.cache: str = args.cache.rstrip("/")
         self.model: str = args.model
         self.key: str | None = None
         if args.key_file:
@@ -86,6 +87,8 @@ class Server:
         status, text = call(self.cache + "/healthcheck", timeout=5)
         if status != 200:
             return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
+        if self.api is None:
+            return None
         status, text = call(self.api + "/health", timeout=5)
         if status != 200:
             return "vLLM: " + (text.strip()[:200] or f"HTTP {status}")
@@ -162,6 +165,8 @@ class Failures:
 
 
 def show_log(base: str, name: str, lines: int = 25) -> None:
+    if "JOURNAL_STREAM" in os.environ:  # under systemd they stand just above, in the journal
+        return
     path = os.path.join(base, "log", name + ".log")
     try:
         # the directory is the service user's: no link is followed, no pipe is waited for
@@ -175,7 +180,16 @@ def show_log(base: str, name: str, lines: int = 25) -> None:
         say("  | " + line.rstrip()[:400])
 
 
-def wait(server: Server, timeout: float) -> int:
+def lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as handle:
+            return handle.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait(server: Server, timeout: float, main: int | None = None) -> int:
+    """``main``: the service's first process, whose end ends the wait (systemd waits for us)."""
     failures = Failures(server.base)
     began = time.monotonic()
     told = began - 5
@@ -185,6 +199,9 @@ def wait(server: Server, timeout: float) -> int:
         if missing is None:
             say(f"ready after {now - began:.0f} s")
             return 0
+        if main is not None and not lives(main):
+            say(f"not ready: process {main} has ended")
+            return 1
         given_up = failures.look()
         if given_up is not None:
             say(f"not ready: {given_up} does not start (it is still tried again)")
@@ -203,13 +220,16 @@ def wait(server: Server, timeout: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
-    parser.add_argument("--api", required=True, help="base URL of vLLM")
+    parser.add_argument("--api", help="base URL of vLLM; without it only the cache server is asked")
     parser.add_argument("--cache", required=True, help="base URL of the cache server's HTTP port")
-    parser.add_argument("--model", required=True, help="served model name")
+    parser.add_argument("--model", help="served model name")
     parser.add_argument("--key-file", help="file with the API key")
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
+    parser.add_argument("--main", type=int, help="end with this process, for systemd")
     parser.add_argument("--once", action="store_true", help="ask once, print JSON")
     args = parser.parse_args()
+    if args.api and not args.model:
+        parser.error("--api needs --model")
     try:
         server = Server(args)
     except (OSError, ValueError) as error:
@@ -219,7 +239,7 @@ def main() -> int:
         missing = server.missing(generate=False)
         print(json.dumps({"ready": missing is None, "missing": missing}))
         return 0 if missing is None else 1
-    return wait(server, args.timeout)
+    return wait(server, args.timeout, args.main)
 
 
 if __name__ == "__main__":

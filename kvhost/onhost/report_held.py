@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path("/")  # tests put a directory with its own proc and etc here
 MARKER = ".kvhost-complete.json"  # a finished environment or model
 SERVICES = ("cache", "runner", "pruner")
+UNIT_DIRS = ("etc", "run", "usr/lib", "lib")  # of systemd, the first one counts
 NAMESPACE = ".kvhost-namespace.json"  # what a namespace is the digest of
 ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervisord)$|^VLLM::")
 UNITS = ("vllm*", "lmcache*", "ollama*", "llama-server*")
@@ -355,6 +356,23 @@ def files(base: Path) -> dict[str, Data]:
     return rows
 
 
+def own_units(base: Path) -> list[Data]:
+    """Units of kvhost's names, and whether they are this installation's (kvhost/units.py)."""
+    rows = []
+    for top in UNIT_DIRS:
+        if host(top).is_symlink():  # /lib is /usr/lib
+            continue
+        for name in SERVICES:
+            path = host(top, "systemd/system", f"kvhost-{name}.service")
+            if st(path, follow=False) is None:
+                continue
+            plain = stat.S_ISREG(path.lstat().st_mode)
+            first = path.read_text(errors="replace")[:4096] if plain else ""
+            ours = top == "etc" and first.startswith(f"# Written by kvhost for {base}. ")
+            rows.append({"path": str(path), "ours": ours})
+    return rows
+
+
 def kvhost(base: Path, tier_dir: Path) -> Data:
     return {
         "base": part(lambda: base_state(base)),
@@ -371,6 +389,7 @@ def kvhost(base: Path, tier_dir: Path) -> Data:
         "services": part(lambda: services(base)),
         "run_lock": part(lambda: run_lock(base)),
         "files": part(lambda: files(base)),
+        "units": part(lambda: own_units(base)),
     }
 
 

@@ -1,63 +1,60 @@
 #!/usr/bin/env python3
-"""Looks at and moves the services of kvhost where PID 1 is not systemd (supervisord does the work).
+"""Looks at and moves the services, which systemd runs where it is PID 1, elsewhere supervisord.
 
 services.py --base DIR --user U [--json] status     who runs, and with its present configuration?
 services.py --base DIR --user U ensure              all run, each with its present configuration
 services.py --base DIR --user U start|stop|restart [NAME …]
 services.py --base DIR --user U shutdown            stops all, and supervisord
+services.py --base DIR --user U uninstall           the same, and systemd's units are taken away
 
-Started as root or as U. Order of starting: cache server, runner, pruner; of stopping: the other
-way. By hand nothing waits for the pause that follows quick failures. Exit: 0 done, 1 a service
-did not come (why, and its last log lines, are shown on stderr).
+Started as root, or as U where supervisord runs them. Order of starting: cache server, runner,
+pruner; of stopping: the other way. By hand nothing waits for the pause that follows quick failures.
+Exit: 0 done, 1 a service did not come (why, and its last log lines, are shown on stderr).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-import xmlrpc.client
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Union
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.services_host import (
+        ORDER,
         STOP_LIMIT_S,
         Host,
         Trouble,
         alive,
         say,
-        show_log,
         wait_until,
     )
+    from kvhost.onhost.services_supervisor import Supervisord
+    from kvhost.onhost.services_systemd import Systemd, booted
 else:  # it lies beside this file on a host, where there is no package kvhost
     from services_host import (
+        ORDER,
         STOP_LIMIT_S,
         Host,
         Trouble,
         alive,
         say,
-        show_log,
         wait_until,
     )
+    from services_supervisor import Supervisord
+    from services_systemd import Systemd, booted
 
-ORDER = ("cache", "runner", "pruner")
 #: seconds: a service's launch.py says what it waits for, and gives up by itself
 START_LIMIT_S = 900
-# faults of supervisord's XML-RPC (supervisord.org/api.html)
-BAD_NAME, ALREADY_STARTED, NOT_RUNNING = 10, 60, 70
-NO_SUCH_FILE = (FileNotFoundError, ConnectionRefusedError)
+Manager = Union[Supervisord, Systemd]  # noqa: UP007 (Python 3.9)
 
 
 def entry(host: Host, name: str, wanted: str | None, states: Any) -> dict[str, Any]:
     record, lock, failed = host.read(name), host.read(name, "lock"), host.read(name, "failed")
     launcher = alive(lock.get("launcher_pid"), lock.get("launcher_ticks"))
-    unknown = ("DOWN", "no supervisord" if states is None else "not known to supervisord")
+    unknown = ("DOWN", "no supervisord" if states is None else "not known to it")
     state, detail = (states or {}).get(name, unknown)
     return {
         "state": state,
@@ -87,172 +84,84 @@ def show_status(found: dict[str, Any], as_json: bool) -> int:
     return 0 if all(e["state"] == "RUNNING" and e["alive"] and e["current"] for e in every) else 1
 
 
-def status(host: Host) -> dict[str, Any]:
-    states = host.states()
+def status(host: Host, manager: Manager) -> dict[str, Any]:
+    states = manager.states()
     rows = {name: entry(host, name, host.wanted_digest(name), states) for name in ORDER}
-    fresh = states is not None and host.conf_read() == host.conf_digests()
-    return {"services": rows, "supervisor_fresh": fresh}
+    return {"services": rows, "supervisor_fresh": manager.fresh(), "manager": manager.name}
 
 
-def end_supervisors(host: Host) -> None:
-    """Ends each supervisord that does not answer; two would start every service twice."""
-    for how, seconds in ((signal.SIGTERM, STOP_LIMIT_S), (signal.SIGKILL, 10)):
-        pids = host.supervisors()
-        if not pids:
-            return
-        say(f"supervisord (process {pids}) does not answer: {how.name}")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, how)
-        wait_until(lambda: not host.supervisors(), seconds)
-    raise Trouble(f"supervisord (process {host.supervisors()}) cannot be ended")
-
-
-def start_supervisor(host: Host) -> None:
-    # one that was started or told to stop a moment ago is given time to say so
-    wait_until(lambda: host.answers() or not host.supervisors(), 5)
-    if host.answers():
-        return
-    end_supervisors(host)
-    say("starting supervisord")
-    digests = host.conf_digests()
-    try:
-        done = subprocess.run(
-            host.as_user([os.path.join(host.tools, "supervisord"), "-c", host.conf]),
-            env=host.clean_env(),
-            cwd=host.path("home"),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError as error:
-        raise Trouble(f"supervisord cannot be started: {error}") from error
-    if done.returncode != 0:
-        raise Trouble("supervisord did not start:\n" + (done.stdout + done.stderr).strip())
-    if not wait_until(host.answers, 20):
-        show_log(host, "supervisord")
-        raise Trouble(f"supervisord was started, but does not answer on {host.socket}")
-    host.write("supervisor.read", json.dumps(digests))
-
-
-def read_again(host: Host, digests: dict[str, str]) -> None:
-    """What `supervisorctl update` does; groups whose description changed are restarted."""
-    say("supervisord reads its new configuration")
-    try:
-        added, changed, removed = host.call("reloadConfig")[0]
-        for name in (*removed, *changed):
-            host.call("stopProcessGroup", name)
-            host.call("removeProcessGroup", name)
-        for name in (*changed, *added):
-            host.call("addProcessGroup", name)
-    except xmlrpc.client.Fault as fault:
-        raise Trouble(f"supervisord refuses {host.conf}: {fault.faultString}") from fault
-    host.write("supervisor.read", json.dumps(digests))
-
-
-def bring_supervisor(host: Host) -> None:
-    if not host.answers():
-        start_supervisor(host)
-    digests, read = host.conf_digests(), host.conf_read()
-    if read == digests:
-        return
-    if read and read.get("daemon") != digests["daemon"]:
-        say("supervisord is restarted: its own part of the configuration changed")
-        shutdown(host)
-        start_supervisor(host)
-    else:
-        read_again(host, digests)
-
-
-def shutdown(host: Host) -> None:
-    if host.answers():
-        host.call("shutdown")
-    if not wait_until(lambda: not host.supervisors(), STOP_LIMIT_S):
-        end_supervisors(host)
-
-
-def ensure(host: Host) -> None:
-    bring_supervisor(host)
+def ensure(host: Host, manager: Manager) -> None:
+    manager.bring()
     stale = []
     for name in ORDER:
         wanted = host.wanted_digest(name)
 
         def settled(name: str = name, wanted: str | None = wanted) -> bool:
-            row = entry(host, name, wanted, host.states())
+            row = entry(host, name, wanted, manager.states())
             unseen = row["state"] in ("STARTING", "RUNNING") and not row["launcher"]
             return row["state"] != "STOPPING" and not unseen
 
         wait_until(settled, 10)
-        row = entry(host, name, wanted, host.states())
+        row = entry(host, name, wanted, manager.states())
         if not row["coming"] and not (row["alive"] and row["current"]):
             say(f"{'restarting' if row['alive'] else 'starting'} {name}")
             stale.append(name)
     for name in reversed(stale):
-        stop(host, name)
-    start(host, list(ORDER))
+        stop(host, manager, name)
+    start(host, manager, list(ORDER))
 
 
-def start(host: Host, names: list[str]) -> None:
+def start(host: Host, manager: Manager, names: list[str]) -> None:
     """Returns once all run. Raises Trouble after the first failure of one."""
     before: dict[str, Any] = {}
     for name in names:
-        row = entry(host, name, host.wanted_digest(name), host.states())
+        row = entry(host, name, host.wanted_digest(name), manager.states())
         before[name] = row["failed_unix"]
         if not (row["alive"] and row["state"] == "RUNNING"):
             host.write(f"{name}.now", "")
-            try:
-                host.call("startProcess", name, False)
-            except xmlrpc.client.Fault as fault:
-                if fault.faultCode == BAD_NAME:
-                    raise Trouble(f"{name}: not in {host.conf}") from fault
-                if fault.faultCode != ALREADY_STARTED:
-                    give_up(host, name, fault.faultString)
-        # the next one needs its process only; that supervisord has seen it live takes longer
-        come(host, name, before[name], ("RUNNING", "STARTING"))
+            manager.launch(name)
+        # the next one needs its process only; that it is seen to live takes longer
+        come(host, manager, name, before[name], ("RUNNING", "STARTING"))
     for name in names:
-        come(host, name, before[name], ("RUNNING",))
+        come(host, manager, name, before[name], ("RUNNING",))
 
 
-def come(host: Host, name: str, failed_before: Any, enough: tuple[str, ...]) -> None:
+def come(
+    host: Host, manager: Manager, name: str, failed_before: Any, enough: tuple[str, ...]
+) -> None:
     wanted = host.wanted_digest(name)
     began = told = time.monotonic()
     while True:
-        row = entry(host, name, wanted, host.states())
+        row = entry(host, name, wanted, manager.states())
         if row["alive"] and row["state"] in enough:
             return
         if row["failed_unix"] not in (failed_before, None):
-            give_up(host, name, row["failed"])
+            give_up(manager, name, row["failed"])
         if row["state"] in ("FATAL", "BACKOFF", "DOWN", "STOPPED"):
-            give_up(host, name, f"{row['state']}: {row['detail']}")
+            give_up(manager, name, f"{row['state']}: {row['detail']}")
         now = time.monotonic()
         if now - began > START_LIMIT_S:
-            give_up(host, name, f"not there after {START_LIMIT_S} s ({row['doing']})")
+            give_up(manager, name, f"not there after {START_LIMIT_S} s ({row['doing']})")
         if now - told > 10:
             told = now
             say(f"  {name}: {row['doing'] or row['state']}")
         time.sleep(0.1)
 
 
-def stop(host: Host, name: str) -> None:
+def stop(host: Host, manager: Manager, name: str) -> None:
     """Returns once its process is gone. Raises Trouble if it is not."""
-    try:
-        host.call("stopProcess", name, False)
-    except xmlrpc.client.Fault as fault:
-        if fault.faultCode not in (NOT_RUNNING, BAD_NAME):
-            raise Trouble(f"{name} could not be stopped: {fault.faultString}") from fault
-    except NO_SUCH_FILE:
-        pass  # no supervisord: its services end with it
+    manager.halt(name)
 
     def gone() -> bool:
-        row = entry(host, name, None, host.states())
+        row = entry(host, name, None, manager.states())
         return not row["alive"] and not row["launcher"] and row["state"] != "STOPPING"
 
     if not wait_until(gone, STOP_LIMIT_S):
         raise Trouble(f"{name} still runs (process {host.read(name).get('pid')})")
 
 
-def give_up(host: Host, name: str, why: str | None) -> NoReturn:
-    show_log(host, name)
+def give_up(manager: Manager, name: str, why: str | None) -> NoReturn:
+    manager.show_log(name)
     raise Trouble(f"{name} did not start: {why or 'no reason was given'}")
 
 
@@ -262,7 +171,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="status as JSON")
     parser.add_argument("--user", required=True)
     parser.add_argument(
-        "command", choices=["status", "ensure", "start", "stop", "restart", "shutdown"]
+        "command", choices=["status", "ensure", "start", "stop", "restart", "shutdown", "uninstall"]
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {ORDER}; none: all")
     args = parser.parse_args()
@@ -272,20 +181,22 @@ def main() -> int:
     names = [name for name in ORDER if name in args.names or not args.names]
     try:
         host = Host(args.base, args.user)
+        manager: Manager = Systemd(host) if booted() else Supervisord(host)
         if args.command == "status":
-            return show_status(status(host), as_json=args.json)
+            return show_status(status(host, manager), as_json=args.json)
         if args.command == "ensure":
-            ensure(host)
+            ensure(host, manager)
         elif args.command == "shutdown":
-            shutdown(host)
+            manager.shutdown()
+        elif args.command == "uninstall":
+            manager.uninstall()
         else:
             if args.command in ("stop", "restart"):
                 for name in reversed(names):
-                    stop(host, name)
+                    stop(host, manager, name)
             if args.command in ("start", "restart"):
-                if not host.answers():
-                    start_supervisor(host)
-                start(host, names)
+                manager.up()
+                start(host, manager, names)
     except (Trouble, OSError) as error:
         say(f"services: {error}")
         return 1

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 else:  # it lies beside this file on a host, where there is no package kvhost
     from launch import config_digest, read_spec
 
+ORDER = ("cache", "runner", "pruner")
 #: seconds: stop_timeout_s of a service plus supervisord's own patience
 STOP_LIMIT_S = 180
 #: seconds that a supervisord which is well may need for an answer

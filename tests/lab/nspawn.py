@@ -7,8 +7,9 @@
         host.reboot()
 
 What they have: systemd as PID 1, journald, sshd, native speed, their own /tmp and /dev/shm. What
-they lack: udev, a kernel of their own (modules, sysctls of vm.*, a new boot_id at a reboot), a way
-to any network but the lab's. Everything of a lab is named after the process that made it; one
+they lack: udev, a kernel of their own (modules, sysctls of vm.*; boot_id is nspawn's, a new one at
+each boot), a way to any network but the lab's. Everything of a lab is named after the process that
+made it; one
 whose process is gone is removed by the next. Needs root.
 """
 
@@ -126,6 +127,7 @@ class Host:
             "systemd-nspawn", "-q", "-b", "-D", str(self.tree), "-M", self.netns,
             "--hostname", self.name,
             "--register=no", "--keep-unit", "--resolv-conf=off", "--timezone=off",
+            "--capability=CAP_NET_ADMIN",  # of its own network: what nspawn gives a private one
             "--link-journal=no", "--console=pipe",
             f"--network-namespace-path=/run/netns/{self.netns}", *binds,
         ]  # fmt: skip

@@ -19,7 +19,7 @@ SUITE = "bookworm"
 KVHOST_NEEDS = ("libnuma1", "ca-certificates", "util-linux", "python3.11-venv")
 PACKAGES = (
     *("systemd", "systemd-sysv", "dbus", "openssh-server", "sudo", "python3", *KVHOST_NEEDS),
-    *("iproute2", "procps", "kmod", "e2fsprogs", "curl"),
+    *("iproute2", "procps", "kmod", "e2fsprogs", "curl", "nftables"),
 )
 LEAVE_OUT = ("doc", "man", "locale", "info")
 #: run in the new root file system, as root
