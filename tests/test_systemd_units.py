@@ -182,6 +182,7 @@ def test_running_means_answered(units: Units, host: Host) -> None:
     assert time.monotonic() - began > 5  # the double answers a request after 5 s
 
 
+@pytest.mark.full  # 50 s of pauses
 def test_a_service_that_keeps_failing_is_given_up_with_its_reason(units: Units, host: Host) -> None:
     units.tell("runner", "die")
     said = units.call("restart", "runner", code=1)

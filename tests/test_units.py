@@ -60,6 +60,8 @@ def test_homes_and_tmp_are_hidden_unless_something_in_use_lies_there() -> None:
     assert lines(texts()["runner"], "PrivateTmp") == ["yes"]
     at_home = texts(base_dir="/home/ann/kvhost")["runner"]
     assert lines(at_home, "ProtectHome") == ["read-only"]
+    in_tmp = texts(model_source="/tmp/model")["runner"]
+    assert lines(in_tmp, "PrivateTmp") == ["no"]
 
 
 def test_whose_a_unit_is_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
