@@ -229,8 +229,9 @@ def drive_record(order: Data, uuid: str) -> Data:
 
 
 def identities(order: Data) -> Data:
-    """The lasting identity of the drive; of several, of all of them too."""
+    """The lasting identity of the drive; of several, of all, in an order that no boot changes."""
     rows = [drive_journal.identity_of(m["drive"]) for m in drive_volume.members_of(order)]
+    rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
     return {"drive": rows[0], **({"drives": rows} if len(rows) > 1 else {})}
 
 
