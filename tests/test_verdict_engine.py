@@ -82,7 +82,11 @@ def collect(pair: Pair, **changed: Any) -> list[Evidence]:
     argv += ["--config", str(state / "config.json"), "--out", str(state / "out.json")]
     done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=900, check=False)
     assert done.returncode in (0, 3), done.stderr
-    return parse_events((state / "out.json").read_text())
+    text = (state / "out.json").read_text()
+    keep = os.environ.get("KVHOST_TEST_KEEP")  # a directory: evidence for tests/fixtures
+    if keep:
+        Path(keep, f"{int(time.time())}-{config['events'][0]}.json").write_text(text)
+    return parse_events(text)
 
 
 @pytest.mark.parametrize(
