@@ -153,7 +153,7 @@ for number, path in enumerate(sorted(pathlib.Path(".").glob("*.data"))):
         handle.write(others[number % len(others)])
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 """
-FIRST_HALF = "ls *.data | awk 'NR % 2' | while read f; do"
+FIRST_HALF = "ls -- *.data | awk 'NR % 2' | while read -r f; do"
 TMPFS = f"/dev/shm/kvhost-test-{os.getpid()}/{NAMESPACE}"
 
 
@@ -172,7 +172,7 @@ def make_tmpfs(pair: Pair) -> None:
 
 SETUPS = (
     Broken("nothing is broken", "PASS", None),
-    Broken("the files are deleted", "FAIL", "evicted", "rm -f *.data"),
+    Broken("the files are deleted", "FAIL", "evicted", "rm -f -- *.data"),
     Broken(
         "another prompt's KV lies under the names",
         "FAIL",
@@ -193,12 +193,14 @@ SETUPS = (
         "metrics-unreadable",
         config={"metrics_url": "http://127.0.0.1:9/metrics"},
     ),
-    Broken("half of the files deleted", "FAIL", "evicted", f"{FIRST_HALF} rm $f; done", full=True),
+    Broken(
+        "half of the files deleted", "FAIL", "evicted", f'{FIRST_HALF} rm -- "$f"; done', full=True
+    ),
     Broken(
         "half of the files truncated",
         "FAIL",
         "files-touched",
-        f"{FIRST_HALF} truncate -s 1000000 $f; done",
+        f'{FIRST_HALF} truncate -s 1000000 -- "$f"; done',
         full=True,
     ),
     Broken(

@@ -135,7 +135,8 @@ class Test(Services):
             result["pages"] = pages["pages"]
             if not pages["resident_after"]:  # else who read them later could not be seen
                 result["resident_after"] = 0
-            shown = self.request("moved", self.prompt("moved_cold"), self.expected_of("moved"))
+            expected = self.expected_of("moved") if files else 0
+            shown = self.request("moved", self.prompt("moved_cold"), expected)
             if result["resident_after"] is not None:
                 result["resident_after"] = sum(
                     probe.resident_pages(os.path.join(place, name), size)
