@@ -265,13 +265,15 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             f"tier_dir {settings.resolved_tier_dir} is on the container's own disk: the cache is "
             "lost with the container. Set tier_dir to a volume."
         )
+    systemd = report.pid1.data is not None and report.pid1.data.systemd
     others = users.login_users if users else []
     if others:
         notes.append(
             f"Loopback is no boundary between users: {len(others)} other users of this host "
             f"({', '.join(others[:4])}) can reach the cache server's ports "
             f"{settings.cache_port} and {settings.cache_http_port}, which ask for no password; "
-            "who can open the first can run code as the cache's user."
+            "who can open the first can run code as the cache's user"
+            + (". kvhost closes them with nftables if nft is installed." if systemd else ".")
         )
     if facts.model is None:
         notes.append("The model's size is not known yet: memory was checked without its weights.")

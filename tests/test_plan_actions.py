@@ -199,6 +199,7 @@ def test_a_model_of_the_hub() -> None:
         ({}, {"third_party_build": True}, "third party's build, not one of vLLM's"),
         ({f"{TIER}.fs": "overlay"}, {}, "lost with the container"),
         ({"users.login_users": ["ann", "bob"]}, {}, "2 other users of this host (ann, bob)"),
+        ({"users.login_users": ["ann"], "pid1.systemd": True}, {}, "closes them with nftables"),
         ({}, {"model": None}, "memory was checked without its weights"),
         ({"gpu": ok(NVIDIA)}, {"accelerator": "cpu"}, "not be used: NVIDIA at PCI 0000:01:00.0"),
         ({"gpu.amd.pci": PCI}, {}, "not be used: AMD at PCI 0000:01:00.0"),

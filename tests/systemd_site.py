@@ -1,0 +1,120 @@
+"""A host of the lab that kvhost provisions over SSH, with the real engine and a tier of its own.
+
+The tier is an ext4 file system in a loop device, mounted by fstab as on a real host. The host's
+loop device is known on the host as TIER_DEVICE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e_tools import Done, make_site
+from tests.lab.nspawn import Host, Lab, until
+from tests.lab.nspawn_engine import engine_host
+from tests.lab.nspawn_image import sh
+
+KEY = "sk-lab-9a61e0d2c4"  # planted, and searched for everywhere
+TIER, TIER_DEVICE, TIER_BYTES = "/srv/tier", "/dev/tier", 3 << 30
+BASE = "/var/lib/kvhost"
+API_PORT = 8000
+CLIENT = Path(__file__).with_name("engine_client.py")
+#: settings of every run; the floor is what the tier's small file system can spare
+DATA = {"tier_dir": f"{TIER}/kv", "cache_limit_gib": "2", "free_floor_gib": "0.2"}
+
+
+class Site:
+    """A copy of the repository as the controller, and one host."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.copy = make_site(folder / "controller")
+        image = folder / "tier.img"
+        with image.open("wb") as handle:
+            handle.truncate(TIER_BYTES)
+        sh("mkfs.ext4", "-q", "-F", str(image))
+        self.loop = sh("losetup", "--find", "--show", str(image)).strip()
+        self.host: Host = engine_host(lab, "kv", boot=False, binds={TIER_DEVICE: self.loop})
+        (self.host.tree / TIER.lstrip("/")).mkdir(parents=True)
+        with (self.host.tree / "etc/fstab").open("a") as fstab:
+            fstab.write(f"{TIER_DEVICE} {TIER} ext4 nofail,relatime 0 2\n")
+        self.host.boot()
+        self.inventory = lab.inventory(folder / "hosts.py")
+
+    def remove(self) -> None:
+        self.host.remove()
+        sh("losetup", "--detach", self.loop)
+
+    def pyinfra(self, *words: str, **data: str) -> Done:
+        """`pyinfra hosts.py deploy.py`, from the copy, over SSH as an unprivileged user."""
+        given = [w for key, value in {**DATA, **data}.items() for w in ("--data", f"{key}={value}")]
+        program = Path(sys.executable).with_name("pyinfra")
+        argv = self.lab.argv(str(program), str(self.inventory), *(words or ("deploy.py", "-y")))
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
+        done = subprocess.run(
+            [*argv, *given], cwd=self.copy.repo, text=True, timeout=900, check=False,
+            env={**keep, "HOME": str(self.copy.home), "KVHOST_API_KEY": KEY},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout)
+
+    def ask_argv(self, seed: int, tokens: float = 2100, **options: float) -> list[str]:
+        flags = [w for key, value in options.items() for w in (f"--{key}", str(value))]
+        words = (
+            "/usr/bin/python3",
+            str(CLIENT),
+            str(API_PORT),
+            str(seed),
+            str(int(tokens)),
+            *flags,
+        )
+        key = ("env", f"KVHOST_API_KEY={KEY}")
+        return ["ip", "netns", "exec", self.host.netns, *key, *words]
+
+    def ask(self, seed: int, tokens: float = 2100, **options: float) -> dict[str, Any]:
+        done = subprocess.run(self.ask_argv(seed, tokens, **options), capture_output=True,
+                              text=True, check=True, timeout=400)  # fmt: skip
+        return dict(json.loads(done.stdout))
+
+    def services(self, *words: str) -> str:
+        argv = ("python3", f"{BASE}/bin/services.py", "--base", BASE, "--user", "kvhost", *words)
+        return self.host.root(*argv, ok=False, timeout=600)
+
+    def rows(self) -> dict[str, Any]:
+        lines = self.services("--json", "status").splitlines()
+        return dict(json.loads(lines[-1])["services"]) if lines else {}
+
+    def good(self) -> bool:
+        rows = self.rows().values()
+        return bool(rows) and all(r["state"] == "RUNNING" and r["alive"] for r in rows)
+
+    def wait_good(self, seconds: float = 180) -> None:
+        until(self.good, seconds, f"the services run: {self.services('status')}")
+
+    def namespace(self) -> str:
+        """Directory of the one namespace, on the host."""
+        return self.host.root("sh", "-c", f"ls -d {TIER}/kv/ns-*").strip()
+
+    def chunks(self) -> list[str]:
+        """Whole files of the KV cache, oldest first."""
+        found = self.host.root("sh", "-c", f"ls -tr {self.namespace()} | grep -v '[.]tmp'")
+        return found.split()
+
+    def settled(self, seconds: float = 60) -> int:
+        """Number of files in L2 once none has been added for two seconds."""
+        last: list[int] = []
+
+        def same() -> bool:
+            last.append(len(self.chunks()))
+            return len(last) > 20 and len(set(last[-20:])) == 1
+
+        until(same, seconds, "the cache is written")
+        return last[-1]
+
+    def kill(self, name: str, who: str = "pid") -> None:
+        record = json.loads(self.host.read(f"{BASE}/run/{name}.json"))
+        self.host.root("kill", "-9", str(record[who]))
