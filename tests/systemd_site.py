@@ -1,15 +1,17 @@
 """A host of the lab that kvhost provisions over SSH, with the real engine and a tier of its own.
 
-The tier is an ext4 file system in a loop device, mounted by fstab as on a real host. The host's
-loop device is known on the host as TIER_DEVICE.
+The tier is an ext4 file system in a loop device, which the host knows as TIER_DEVICE. It is mounted
+at boot by the unit that systemd makes of a line with nofail in fstab; in a container it makes none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.lab.nspawn_image import sh
 
 KEY = "sk-lab-9a61e0d2c4"  # planted, and searched for everywhere
 TIER, TIER_DEVICE, TIER_BYTES = "/srv/tier", "/dev/tier", 3 << 30
+MOUNT = "srv-tier.mount"
 BASE = "/var/lib/kvhost"
 API_PORT = 8000
 CLIENT = Path(__file__).with_name("engine_client.py")
@@ -27,27 +30,37 @@ CLIENT = Path(__file__).with_name("engine_client.py")
 DATA = {"tier_dir": f"{TIER}/kv", "cache_limit_gib": "2", "free_floor_gib": "0.2"}
 
 
+@contextlib.contextmanager
+def systemd_site(folder: Path) -> Iterator[Site]:
+    """A lab with one host that is not provisioned yet."""
+    image = folder / "tier.img"
+    with image.open("wb") as handle:
+        handle.truncate(TIER_BYTES)
+    sh("mkfs.ext4", "-q", "-F", str(image))
+    loop = sh("losetup", "--find", "--show", str(image)).strip()
+    try:
+        with Lab() as lab:
+            yield Site(lab, folder, loop)
+    finally:
+        sh("losetup", "--detach", loop)
+
+
 class Site:
     """A copy of the repository as the controller, and one host."""
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, loop: str) -> None:
         self.lab, self.folder = lab, folder
         self.copy = make_site(folder / "controller")
-        image = folder / "tier.img"
-        with image.open("wb") as handle:
-            handle.truncate(TIER_BYTES)
-        sh("mkfs.ext4", "-q", "-F", str(image))
-        self.loop = sh("losetup", "--find", "--show", str(image)).strip()
-        self.host: Host = engine_host(lab, "kv", boot=False, binds={TIER_DEVICE: self.loop})
+        self.host: Host = engine_host(lab, "kv", boot=False, binds={TIER_DEVICE: loop})
         (self.host.tree / TIER.lstrip("/")).mkdir(parents=True)
-        with (self.host.tree / "etc/fstab").open("a") as fstab:
-            fstab.write(f"{TIER_DEVICE} {TIER} ext4 nofail,relatime 0 2\n")
+        units = self.host.tree / "etc/systemd/system"
+        (units / MOUNT).write_text(
+            f"[Mount]\nWhat={TIER_DEVICE}\nWhere={TIER}\nType=ext4\nOptions=relatime\n"
+        )
+        (units / "local-fs.target.wants").mkdir(exist_ok=True)
+        (units / "local-fs.target.wants" / MOUNT).symlink_to(f"../{MOUNT}")
         self.host.boot()
         self.inventory = lab.inventory(folder / "hosts.py")
-
-    def remove(self) -> None:
-        self.host.remove()
-        sh("losetup", "--detach", self.loop)
 
     def pyinfra(self, *words: str, **data: str) -> Done:
         """`pyinfra hosts.py deploy.py`, from the copy, over SSH as an unprivileged user."""

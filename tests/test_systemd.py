@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e_tools import Done
-from tests.lab.nspawn import Lab
-from tests.systemd_site import BASE, KEY, Site
+from tests.systemd_site import BASE, KEY, Site, systemd_site
 
 pytestmark = [pytest.mark.systemd, pytest.mark.engine]
 ORDER = ("cache", "runner", "pruner")
@@ -24,10 +23,8 @@ ORDER = ("cache", "runner", "pruner")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if os.geteuid() != 0:
         pytest.fail("these tests need root: namespaces, mounts, containers (docs/testing.md)")
-    with Lab() as lab:
-        made = Site(lab, tmp_path_factory.mktemp("systemd"))
+    with systemd_site(tmp_path_factory.mktemp("systemd")) as made:
         yield made
-        made.remove()
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import pytest
 
 from kvhost.services import shm_name
 from kvhost.settings import Settings
-from tests.lab.nspawn import Lab, until
-from tests.systemd_site import BASE, TIER, Site
+from tests.lab.nspawn import until
+from tests.systemd_site import BASE, MOUNT, TIER, Site, systemd_site
 
 pytestmark = [pytest.mark.systemd, pytest.mark.engine, pytest.mark.full]
 #: seconds that no request may take, whatever happens to the cache server
@@ -32,12 +32,10 @@ STOP_S = 75
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     if os.geteuid() != 0:
         pytest.fail("these tests need root: namespaces, mounts, containers (docs/testing.md)")
-    with Lab() as lab:
-        made = Site(lab, tmp_path_factory.mktemp("faults"))
+    with systemd_site(tmp_path_factory.mktemp("faults")) as made:
         done = made.pyinfra(verify="never")
         assert done.code == 0, done.text[-6000:]
         yield made
-        made.remove()
 
 
 @pytest.fixture(autouse=True)
@@ -236,9 +234,10 @@ def test_what_a_crash_left_in_shm_is_gone_after_the_start(site: Site) -> None:
 
 def test_the_tier_is_not_mounted_at_boot(site: Site) -> None:
     host = site.host
-    host.root("sed", "-i.good", "s#^/dev/tier#/dev/gone#", "/etc/fstab")
+    mount = f"/etc/systemd/system/{MOUNT}"
+    host.root("sed", "-i", "s#/dev/tier#/dev/gone#", mount)
     host.reboot()
-    until(lambda: host.root("systemctl", "is-failed", "srv-tier.mount", ok=False).strip()
+    until(lambda: host.root("systemctl", "is-failed", MOUNT, ok=False).strip()
           == "failed", 120, "the mount fails")  # fmt: skip
     time.sleep(3)
     rows = site.rows()
@@ -249,9 +248,9 @@ def test_the_tier_is_not_mounted_at_boot(site: Site) -> None:
     assert site.ask(131, timeout=5)["status"] == 0
     said = site.services("ensure")
     assert site.rows()["cache"]["state"] != "RUNNING", said
-    host.root("mv", "/etc/fstab.good", "/etc/fstab")
+    host.root("sed", "-i", "s#/dev/gone#/dev/tier#", mount)
     host.root("systemctl", "daemon-reload")
-    host.root("systemctl", "start", "srv-tier.mount")
+    host.root("systemctl", "start", MOUNT)
     site.services("ensure")
     site.wait_good()
     assert site.ask(109)["status"] == 200
