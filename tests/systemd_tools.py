@@ -50,12 +50,14 @@ class Units:
         host, base = self.host, self.base
         host.root("useradd", "--system", "--home-dir", self.paths.home, "--shell",
                   "/usr/sbin/nologin", "kvhost")  # fmt: skip
-        for name in ("bin", "etc", "tools/current/bin", "state", "secrets"):
+        for name in ("bin", "etc", "tools", "state", "secrets"):
             host.root("mkdir", "-p", f"{base}/{name}")
         for path in (self.paths.home, self.paths.log, self.paths.run, self.namespace):
             host.root("install", "-d", "-m", "700", "-o", "kvhost", "-g", "kvhost", path)
         host.root("chown", "kvhost:", self.paths.tier_dir)
-        host.root("ln", "-s", "/usr/bin/python3", f"{base}/tools/current/bin/python")
+        if self.paths.tools not in host.binds_ro:  # else the real tools, supervisord among them
+            host.root("mkdir", "-p", f"{base}/tools/current/bin")
+            host.root("ln", "-s", "/usr/bin/python3", f"{base}/tools/current/bin/python")
         for script in [*(REPO / "kvhost/onhost").glob("[a-z]*.py"),
                        REPO / "tests/doubles/unit_service.py"]:  # fmt: skip
             shutil.copy(script, host.tree / base.lstrip("/") / "bin" / script.name)

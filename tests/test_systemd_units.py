@@ -12,6 +12,7 @@ import pytest
 from kvhost.services import api_key_path, unit_file
 from kvhost.units import TRIES
 from tests.lab.nspawn import Host, Lab, until
+from tests.lab.nspawn_engine import engine_binds
 from tests.systemd_tools import KEY, ORDER, Units
 
 pytestmark = [
@@ -280,6 +281,39 @@ def test_a_stop_under_load_ends_within_its_time(units: Units, host: Host) -> Non
     began = time.monotonic()
     units.call("stop", "runner")
     assert time.monotonic() - began < 75
+
+
+def test_an_installation_under_supervisord_moves_over(units: Units) -> None:
+    host = units.host.lab.host("moves", binds_ro=engine_binds())
+    moved = Units(host, with_key=False)
+    moved.make()
+    conf, run_dir = f"{moved.paths.etc}/supervisord.conf", moved.paths.run
+    launch = f"{moved.base}/tools/current/bin/python {moved.base}/bin/launch.py"
+    programs = "".join(
+        f"[program:{name}]\ncommand={launch} {moved.paths.etc}/{name}.json\nstopwaitsecs=20\n"
+        for name in ORDER
+    )
+    host.write(
+        conf,
+        f"[unix_http_server]\nfile={run_dir}/supervisor.sock\nchmod=0700\n"
+        f"[supervisord]\nlogfile={moved.paths.log}/supervisord.log\n"
+        f"pidfile={run_dir}/supervisord.pid\nminfds=256\n"
+        "[rpcinterface:supervisor]\n"
+        "supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface\n"
+        f"{programs}",
+    )
+    as_user = ("setpriv", "--reuid=kvhost", "--regid=kvhost", "--clear-groups")
+    host.root(*as_user, f"{moved.base}/tools/current/bin/supervisord", "-c", conf)
+    until(lambda: host.root("sh", "-c", f"ls {run_dir}/*.json | wc -l").strip() == "3", 30, "three")
+    before = {name: host.read(f"{run_dir}/{name}.json") for name in ORDER}
+    said = moved.call("ensure")
+    assert "move from supervisord to systemd" in said
+    assert moved.good()
+    assert all(host.read(f"{run_dir}/{name}.json") != before[name] for name in ORDER)
+    assert "supervisord" not in host.root("ps", "axww", "-o", "args")
+    assert host.root("sh", "-c", f"ls {conf} || true") == ""
+    assert moved.call("ensure") == "exit 0\n"
+    host.stop()
 
 
 def test_uninstall_takes_away_its_own_and_leaves_drop_ins(units: Units, host: Host) -> None:
