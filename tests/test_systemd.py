@@ -15,7 +15,7 @@ import pytest
 from tests.e2e_tools import Done
 from tests.systemd_site import BASE, KEY, Site, systemd_site
 
-pytestmark = [pytest.mark.systemd, pytest.mark.engine]
+pytestmark = [pytest.mark.systemd, pytest.mark.engine, pytest.mark.full]
 ORDER = ("cache", "runner", "pruner")
 
 
