@@ -366,12 +366,16 @@ IN_USE = (
 
 STATES = (*FILESYSTEMS, *LAYERS, *TABLES, *map(from_format, FORMATS), *REMAINS, *IN_USE)
 #: those of the core tier: what is met most, and whatever is found in another way than the others
-CORE = frozenset(
+CORE = (
     {state.name for state in (*LAYERS, *TABLES, *REMAINS, *IN_USE)}
-    | {"ext4", "ext4-4k", "xfs", "btrfs", "f2fs", "fat32", "exfat", "ntfs", "udf", "iso9660"}
-    | {"squashfs", "apfs", "zfs", "zfs-last", "md-0.90", "md-1.0", "md-1.2", "hfsplus", "vmfs"}
-    | {"bcachefs", "refs", "bluestore", "bitlocker", "isw-raid", "boot-code", "corestorage"}
-)
+    | {"ext4", "xfs", "btrfs", "f2fs", "fat32", "exfat", "ntfs", "udf", "iso9660", "squashfs"}
+    | {"apfs", "zfs", "md-0.90", "md-1.2", "hfsplus", "vmfs", "bcachefs", "refs", "bluestore"}
+    | {"bitlocker", "boot-code", "corestorage"}
+) - {
+    # the like of which is there
+    *("lvm-vg", "bcache-cache", "drbd8", "verity", "mbr-logical", "mbr-boot", "sgi"),
+    *("iso-hybrid", "noise-start", "ones"),
+}
 
 
 @contextmanager
