@@ -138,10 +138,11 @@ class Test(Services):
             expected = self.expected_of("moved") if files else 0
             shown = self.request("moved", self.prompt("moved_cold"), expected)
             if result["resident_after"] is not None:
+                paths = [os.path.join(place, name) for name in files]
+                # a file may be gone, or have been truncated before it was moved
+                sizes = {path: os.path.getsize(path) for path in paths if os.path.exists(path)}
                 result["resident_after"] = sum(
-                    probe.resident_pages(os.path.join(place, name), size)
-                    for name, (_, size, _) in files.items()
-                    if os.path.exists(os.path.join(place, name))
+                    probe.resident_pages(path, size) for path, size in sizes.items() if size
                 )
         finally:
             with finishing_first():
