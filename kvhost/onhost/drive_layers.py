@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ MAPPED = f"/dev/mapper/{NAME}"
 ARRAY = f"/dev/md/{NAME}"
 CRYPTTAB = "/etc/crypttab"
 KEY_BYTES = 64
+STOP_TRIES = 8
 
 
 def plain(uuid: str | None) -> str:
@@ -111,7 +113,7 @@ class Layers:
         if len(ours) == len(parts):
             return self.assembled(uuid, parts)
         if running := running_array(uuid):
-            tool("mdadm", "--stop", running)
+            stop(running)
         for part in ours:
             tool("mdadm", "--zero-superblock", part, keep=keep)
         say(f"{ARRAY}: RAID 0 over {', '.join(parts)}")
@@ -183,7 +185,7 @@ class Layers:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.key)
         if array is not None:
-            tool("mdadm", "--stop", array)
+            stop(array)
         return encrypted
 
     def into_crypttab(self, numbers: str) -> bool:
@@ -259,6 +261,18 @@ def running_array(uuid: str) -> str | None:
     return None
 
 
+def stop(array: str) -> None:
+    """Raises RuntimeError if it is in use, and stays so: udev may only look at it."""
+    for left in range(STOP_TRIES, -1, -1):
+        try:
+            tool("mdadm", "--stop", array)
+            return
+        except RuntimeError:
+            if not left:
+                raise
+        time.sleep(0.5)
+
+
 def close_over(device: str) -> None:
     """Takes apart what lies over a partition of kvhost's. Raises RuntimeError if it is in use."""
     name = os.path.basename(os.path.realpath(device))
@@ -269,7 +283,7 @@ def close_over(device: str) -> None:
                 raise RuntimeError(f"{holder} lies on {device} and is not kvhost's")
             tool("cryptsetup", "close", NAME)
         else:
-            tool("mdadm", "--stop", f"/dev/{holder}")
+            stop(f"/dev/{holder}")
 
 
 def close(device: str) -> None:
@@ -282,7 +296,7 @@ def close(device: str) -> None:
     if name.startswith("dm-"):
         tool("cryptsetup", "close", NAME)
     else:
-        tool("mdadm", "--stop", f"/dev/{name}")
+        stop(f"/dev/{name}")
     for one in below:
         close(f"/dev/{one}")
 
