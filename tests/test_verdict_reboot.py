@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,25 @@ Description=double of the {name}
 ExecStart=/usr/bin/python3 /opt/onhost/launch.py {state}/etc/{name}.json
 [Install]
 WantedBy=multi-user.target
+"""
+
+
+DEPLOY = """
+import types
+from pyinfra.api import FunctionCommand, operation
+from deploys.verify.reboot import identity, reboot
+
+run = types.SimpleNamespace(host="one", settings=types.SimpleNamespace(ready_timeout_s=90))
+
+def go(state, host):
+    before = identity(host)
+    return reboot(host, run) and identity(host) not in (None, before)
+
+@operation()
+def one():
+    yield FunctionCommand(go, (), {})
+
+one(name="reboot")
 """
 
 
@@ -125,3 +145,22 @@ def test_services_that_do_not_come_back_by_themselves_are_told(host: Host) -> No
     assert collect(host) == 0
     verdict = judge(judged(host)[-1])
     assert (verdict.persisted, verdict.causes[0].slug) == ("INCONCLUSIVE", "service-not-ready")
+
+
+def test_pyinfra_reboots_a_host_and_reaches_it_again(host: Host, tmp_path: Path) -> None:
+    data = {
+        "ssh_hostname": host.address,
+        "ssh_user": "deploy",
+        "ssh_key": str(host.lab.key),
+        "ssh_known_hosts_file": str(host.lab.known_hosts),
+        "_sudo": True,
+    }
+    (tmp_path / "inventory.py").write_text(f"hosts = [('one', {data!r})]\n")
+    (tmp_path / "deploy.py").write_text(DEPLOY)
+    boots = host.boots
+    pyinfra = str(Path(sys.executable).with_name("pyinfra"))
+    files = [str(tmp_path / name) for name in ("inventory.py", "deploy.py")]
+    words = host.lab.argv("env", f"PYTHONPATH={REPO}", pyinfra, *files, "-y")
+    done = run(words, 180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert host.boots == boots + 1
