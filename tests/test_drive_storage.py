@@ -93,6 +93,21 @@ def test_one_is_formatted_one_refused_and_all_of_it_given_back(
     assert run(tmp_path, "release.py", right).changed() == []
 
 
+def test_data_that_only_reading_finds_is_refused(loops: Loops, tmp_path: Path) -> None:
+    """A plan sees no header; the step that writes finds the byte and says where."""
+    drive = loops.make("middle", 72 * MIB, partitions=True)
+    with drive.node.open("r+b") as handle:
+        handle.seek(40 * MIB + 7)
+        handle.write(b"\x01")
+    before, fstab = digest(drive), Path("/etc/fstab").read_text()
+    told = run(tmp_path, "storage.py", {"a": settings("a", drive)})
+    assert told.code != 0 and told.refusals("a") == {}, told.text
+    assert f"data at byte {40 * MIB + 7}" in told.text and "erase-" in told.text, told.text
+    assert digest(drive) == before
+    assert Path("/etc/fstab").read_text() == fstab
+    assert not (TOP / "a/drive/tier").exists()
+
+
 def test_without_a_claim_storage_says_so(tmp_path: Path) -> None:
     told = run(tmp_path, "storage.py", {"a": here({"base_dir": str(TOP / "none")})})
     assert told.code != 0 and "no drive is claimed" in told.text, told.text
