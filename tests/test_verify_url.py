@@ -261,6 +261,15 @@ def test_what_a_server_does_not_tell(
     assert (verdict.persisted, slug) == (persisted, cause)
 
 
+def test_files_that_the_warm_request_writes_anew_are_still_the_tests(
+    server: Server, tmp_path: Path
+) -> None:
+    server.mode(**{"with": ["rewrites"]})
+    found = collect(server, tmp_path)[1]
+    assert found.page_cache is not None and found.page_cache.files == 8
+    assert judge_foreign(found).persisted == "PASS"
+
+
 def test_what_a_server_says_of_a_failed_request_is_kept_without_prompt_and_key(
     server: Server, tmp_path: Path
 ) -> None:

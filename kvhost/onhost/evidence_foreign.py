@@ -262,6 +262,9 @@ class Collector:
         return found
 
     def drop_pages(self) -> Json:
+        """Of the files as they are now: LMCache's fs:// writes them anew for the warm request."""
+        now, _ = parts.scan(self.storage)
+        self.cold_files = {name: now[name] for name in self.cold_files if name in now}
         found = probe.drop_pages(self.storage, self.cold_files)
         self.evidence["page_cache"] = found
         return found

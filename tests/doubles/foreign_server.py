@@ -106,6 +106,11 @@ class Handler(BaseHTTPRequestHandler):
         if role in ("cold", "control"):
             for number in range(written):
                 (folder / f"{role}-{number}.bin").write_bytes(os.urandom(65536))
+        if role == "warm" and "rewrites" in read("mode.json").get("with", []):
+            for path in folder.glob("cold-*"):  # as LMCache's fs:// does
+                fresh = path.with_suffix(".new")
+                fresh.write_bytes(path.read_bytes())
+                fresh.replace(path)
         if role == "restored" and "reads" not in read("mode.json").get("without", []):
             for path in folder.glob("cold-*"):
                 path.read_bytes()
