@@ -201,6 +201,14 @@ SETUPS: tuple[tuple[str, str, str | None, str, str | None, Edit], ...] = (
         None,
         lambda e: None,
     ),
+    (
+        "LMCacheConnectorV1 with a remote `fs://`, builtin hashing, `PYTHONHASHSEED` unset",
+        "FAIL",
+        "hash-seed-unstable",
+        "fs-no-seed",
+        "the eight files lay unchanged, as they did since the warm request",
+        put("requests.restored.before.own_files", 8),
+    ),
     ("vLLM without a connector", "FAIL", "connector-missing", "plain", None, lambda e: None),
     (
         "LMCache's server, only the runner restarted: its memory answered",
