@@ -241,6 +241,14 @@ def _adopted(settings: Settings, drives: Drives, drive: Drive) -> Iterator[Refus
             str(place.filesystem),
             f"drive_filesystem = {place.filesystem!r}, if kvhost can use it (xfs, ext4, btrfs)",
         )
+    if place.root != "/":
+        yield no(
+            "drive_not_adoptable",
+            f"what is mounted at {place.path} is a part of its filesystem",
+            "the whole filesystem, from its root on",
+            f"its directory {place.root}",
+            "mount the filesystem itself there (no bind mount, no subvolume), or claim another",
+        )
     if entries and not adopted_before:
         yield no(
             "drive_not_adoptable",

@@ -160,9 +160,10 @@ class MountPoint(_Model):
 
     `real_path`: with every link on the way followed. `kind`: of what is there. `entries`: names in
     it, at most 20; of a mounted filesystem they are what is on it. `mounts`: "SOURCE (FS)" of what
-    is mounted there, the visible one last; `filesystem` and `drives` (kernel names of the whole
-    drives below it) are of that one. `fstab`: what lines of /etc/fstab that are not kvhost's mount
-    there. `marker`: .kvhost-drive.json in it.
+    is mounted there, the visible one last; `filesystem`, `root` (the directory of the filesystem
+    that is mounted) and `drives` (kernel names of the whole drives below it) are of that one.
+    `fstab`: what lines of /etc/fstab that are not kvhost's mount there. `marker`:
+    .kvhost-drive.json in it.
     """
 
     path: str
@@ -171,6 +172,7 @@ class MountPoint(_Model):
     entries: list[str]
     mounts: list[str]
     filesystem: str | None
+    root: str = "/"
     drives: list[str]
     fstab: list[str]
     marker: Told

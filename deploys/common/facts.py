@@ -21,7 +21,7 @@ ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
 
 #: what looks at drives: report_drives.py and its siblings
 DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
-                 "drive_sys.py")  # fmt: skip
+                 "drive_sys.py", "drive_journal.py")  # fmt: skip
 GUARD = ONHOST / "kvhost_guard.py"
 
 

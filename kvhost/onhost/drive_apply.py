@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import pwd
+import re
 import stat
 import sys
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ SCHEMA = 1
 KEYS = ("drive", "findings", "action", "filesystem", "mount", "owner")
 ACTIONS = ("keep", "adopt", "format", "mount")
 DRIVE_FILE = drive_volume.DRIVE_FILE
+#: as the settings take it, two names deep at least: nothing that fstab would have to escape
+_MOUNT = re.compile(r"(/[A-Za-z0-9._+-]+){2,}")
 #: places at which a run can be cut off, in order (KVHOST_TEST_DRIVE_STOP)
 STEPS = (
     *("hold", "probe", "blank", "counter", "journal", "erase", "cleared"),
@@ -70,16 +73,22 @@ def parse_order(text: str) -> Data:
     wrong = [f"{key} is missing" for key in KEYS if key not in order]
     if order.get("schema") != SCHEMA:
         wrong.append(f"schema is {order.get('schema')}, not {SCHEMA}")
-    if order.get("action") not in ACTIONS:
-        wrong.append(f"action is {order.get('action')}, not one of {', '.join(ACTIONS)}")
-    if order.get("filesystem") not in drive_fs.OPTIONS:
+    if order.get("filesystem") not in list(drive_fs.OPTIONS):
         wrong.append(f"filesystem is {order.get('filesystem')}")
     mount = order.get("mount")
-    if not isinstance(mount, str) or os.path.normpath(mount) != mount or mount.count("/") < 2:
-        wrong.append(f"mount is {mount}, not a plain absolute path below a directory")
-    drive = order.get("drive")
-    if not isinstance(drive, dict) or not drive.get("path") or not drive.get("maj_min"):
-        wrong.append("drive has no path or no maj_min")
+    if (
+        not isinstance(mount, str)
+        or not _MOUNT.fullmatch(mount)
+        or os.path.normpath(mount) != mount
+    ):
+        wrong.append(f"mount is {mount!r}, not a plain absolute path below a directory")
+    if order.get("blank_check", "full") not in ("full", "sampled"):
+        wrong.append(f"blank_check is {order['blank_check']!r}, not full or sampled")
+    members = order.get("members") or [order]
+    for member in members if isinstance(members, list) else [None]:
+        wrong += _wrong_member(member)
+    if order.get("owner") == "root":
+        wrong.append("the owner is root; the cache belongs to the user of the services")
     try:
         pwd.getpwnam(str(order.get("owner")))
     except KeyError:
@@ -87,6 +96,26 @@ def parse_order(text: str) -> Data:
     if wrong:
         raise ValueError("the order is not usable: " + "; ".join(wrong))
     return order
+
+
+def _wrong_member(member: Any) -> list[str]:
+    """What is wrong with one drive of an order: its identity, findings, action or token."""
+    if not isinstance(member, dict):
+        return [f"a member is {member!r}"]
+    wrong, drive, findings = [], member.get("drive"), member.get("findings")
+    words = (drive.get("path"), drive.get("maj_min")) if isinstance(drive, dict) else (None,)
+    if not all(isinstance(word, str) and word.isprintable() and word for word in words):
+        wrong.append("drive has no path or no maj_min")
+    if not isinstance(findings, list) or not all(
+        isinstance(f, dict) and isinstance(f.get("kind"), str) and isinstance(f.get("detail"), str)
+        for f in findings
+    ):
+        wrong.append("findings are no list of kind and detail")
+    if member.get("action") not in ACTIONS:
+        wrong.append(f"action is {member.get('action')}, not one of {', '.join(ACTIONS)}")
+    if not isinstance(member.get("token"), (str, type(None))):
+        wrong.append("token is no text")
+    return wrong
 
 
 class Apply:
@@ -174,6 +203,10 @@ class Apply:
                 raise RuntimeError(f"at {self.target} {what} after mounting {path} by its UUID")
         elif not adopt and not wanted_options(self.order) <= now.options:
             tool("mount", "--fstab", self.fstab, "--options", "remount", "--target", self.target)
+            now = drive_mount.mounted_at(self.target)
+            if now is None or "rw" not in now.options:
+                why = f"{self.target} takes no writes: the kernel found errors in it (see dmesg)"
+                raise RuntimeError(f"{why}; release the drive and check its filesystem")
             self.changed.append(f"{self.target} mounted anew with other options")
         self.put_up(there["UUID"])
 

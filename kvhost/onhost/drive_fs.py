@@ -73,22 +73,33 @@ def is_ours(there: dict[str, str]) -> bool:
 
 def look(path: str, filesystem: str) -> dict[str, Any]:
     """{"mounts", "why", "marker", "others"}: what lies in a filesystem that is not mounted, without
-    a write to it. marker: its text or None; others: names in its root beside lost+found."""
+    a write to it. marker: its text or None; others: names in its root beside lost+found.
+
+    In a mount namespace of its own, which ends with the process that looks: a run that is killed
+    leaves no mount behind, and nobody else can come to use it. Raises RuntimeError.
+    """
+    words = (sys.executable, os.path.abspath(__file__), path, "--look", filesystem)
+    told: dict[str, Any] = json.loads(tool("unshare", "--mount", "--propagation", "slave", *words))
+    if told["failed"]:
+        raise RuntimeError(told["failed"])
+    return told
+
+
+def _look(path: str, filesystem: str) -> dict[str, Any]:
+    told: dict[str, Any] = {"mounts": False, "why": None, "marker": None, "others": []}
     with tempfile.TemporaryDirectory(prefix="kvhost-look-") as folder:
         try:
             tool("mount", "-t", filesystem, "-o", _LOOK_ONLY[filesystem], path, folder)
         except RuntimeError as error:
-            return {"mounts": False, "why": str(error), "marker": None, "others": []}
+            return {**told, "why": str(error), "failed": None}
+        failed = None
         try:
             names = set(os.listdir(folder)) - {"lost+found", MARKER}
-            return {
-                "mounts": True,
-                "why": None,
-                "marker": read_marker(folder),
-                "others": sorted(names),
-            }
-        finally:
-            tool("umount", folder)
+            told.update(mounts=True, marker=read_marker(folder), others=sorted(names))
+        except (OSError, RuntimeError) as error:
+            failed = str(error)
+        tool("umount", "--lazy", folder)
+        return {**told, "failed": failed}
 
 
 def read_marker(folder: str) -> dict[str, Any] | None:
@@ -132,7 +143,12 @@ def finish_half_made(path: str, journal: dict[str, Any], keep: tuple[int, ...]) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", help="a partition or another device with a filesystem")
-    path = parser.parse_args().path
+    parser.add_argument("--look", metavar="FILESYSTEM", choices=sorted(OPTIONS), help="see look()")
+    args = parser.parse_args()
+    path = args.path
+    if args.look:
+        print(json.dumps(_look(path, args.look)))
+        return 0
     there = blkid(path)
     inside = look(path, there["TYPE"]) if there.get("TYPE") in OPTIONS else None
     print(json.dumps({"blkid": there, "ours": is_ours(there), "inside": inside}))

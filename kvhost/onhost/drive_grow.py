@@ -56,7 +56,7 @@ def uuids(disk: Disk) -> tuple[str, str]:
 
 def is_grown(state: str) -> bool:
     """Whether the drive was last seen with the size that it has now."""
-    record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
+    record = drive_journal.read_record(state)
     now = drive_mount.mounted_at(record["mount"]) if record else None
     if record is None or now is None:
         return False
@@ -68,7 +68,7 @@ def is_grown(state: str) -> bool:
 
 
 def grow(state: str) -> Data:
-    record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
+    record = drive_journal.read_record(state)
     now = drive_mount.mounted_at(record["mount"]) if record else None
     if record is None or now is None:
         raise Refused(

@@ -19,6 +19,8 @@ from typing import Any
 
 SCHEMA = 1
 FILE = "drive-apply.json"
+#: what kvhost made and mounted in the end
+RECORD = "drive.json"
 #: in this order: the erasing that a token allowed, the table, the filesystem; then it is finished
 STAGES = ("erase", "table", "mkfs", "made")
 #: what makes a drive the same drive, whatever name and numbers it has today
@@ -71,9 +73,66 @@ def read(state: str) -> dict[str, Any] | None:
             data = json.load(handle)
     except FileNotFoundError:
         return None
+    if wrong := fault(data):
+        raise ValueError(f"{os.path.join(state, FILE)} is no journal of kvhost's: {wrong}")
+    return dict(data)
+
+
+def fault(data: Any) -> str | None:
+    """Why something that was read is no journal; None when it is one. Pure; the plan uses it too.
+
+    Half of a journal is none: it would let a run begin whose other half is a guess.
+    """
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{os.path.join(state, FILE)} is not a journal of this version")
+        return f"schema {SCHEMA} is missing"
+    words = ("filesystem", "fs_uuid", "luks_uuid", "md_uuid")
+    wrong = [key for key in words if not isinstance(data.get(key), str)]
+    drives = data.get("drives")
+    if not isinstance(drives, list) or not drives:
+        return ", ".join([*wrong, "drives"])
+    for n, entry in enumerate(drives):
+        if not isinstance(entry, dict) or not isinstance(entry.get("drive"), dict):
+            wrong.append(f"drives[{n}]")
+            continue
+        good = {
+            "stage": entry.get("stage") in STAGES,
+            **{key: _is_uuid(entry.get(key)) for key in ("disk_guid", "partition_uuid")},
+            "token": isinstance(entry.get("token"), (str, type(None))) and "token" in entry,
+            "signatures": isinstance(entry.get("signatures"), list)
+            or (entry.get("signatures") is None and entry.get("stage") != "erase"),
+            "zero_before": isinstance(entry.get("zero_before"), bool),
+        }
+        wrong += [f"drives[{n}].{key}" for key, fine in good.items() if not fine]
+    return ", ".join(wrong) or None
+
+
+def _is_uuid(value: Any) -> bool:
+    try:
+        return bool(str(uuid.UUID(value)) == value)
+    except (TypeError, ValueError, AttributeError):
+        return False
+
+
+def read_record(state: str) -> dict[str, Any] | None:
+    """state/drive.json: {"mount", "uuid", "drive": {…}, …}, None without one.
+
+    Raises OSError, ValueError: what is mounted for kvhost is not known then, not "nothing".
+    """
+    path = os.path.join(state, RECORD)
+    try:
+        with open(path, encoding="utf-8") as handle:
+            data = json.load(handle)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): {_RECORD_AGAIN}") from error
+    kinds = {"mount": str, "uuid": str, "drive": dict}
+    if not isinstance(data, dict) or any(not isinstance(data.get(k), t) for k, t in kinds.items()):
+        raise ValueError(f"{path} is damaged: {_RECORD_AGAIN}")
     return data
+
+
+_RECORD_AGAIN = "kvhost storage writes it anew while the drive is there; else remove the file"
 
 
 def unfinished(journal: Mapping[str, Any] | None, device: Mapping[str, Any]) -> str | None:

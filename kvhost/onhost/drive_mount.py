@@ -26,6 +26,8 @@ if TYPE_CHECKING or __package__:
 else:
     from drive_disk import Refused, maj_min, read_text, tool
 
+#: what the kernel shows of a filesystem that takes no writes (ext4, xfs after an error)
+READ_ONLY = frozenset({"ro", "emergency_ro", "shutdown"})
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, IMMUTABLE = 0x80086601, 0x40086602, 0x10
 
 
@@ -60,6 +62,8 @@ def mounted_at(target: str) -> Mount | None:
                 st = os.stat(source)
                 numbers = maj_min(st.st_rdev) if stat.S_ISBLK(st.st_mode) else numbers
             options = frozenset(f"{words[5]},{more[2] if len(more) > 2 else ''}".split(","))
+            if options & READ_ONLY:  # of the mount, or of the filesystem after an error
+                options = options - {"rw"} | {"ro"}
             found = Mount(target, more[0], source, numbers, options, _unescape(words[3]))
     return found
 

@@ -235,6 +235,8 @@ def _kind(name: str, device: Data, context: Context) -> Found:
         yield "not_a_drive", f"{name} is a layer on other drives, or memory, or read from elsewhere"
     elif not device["size_bytes"]:
         yield "not_a_drive", "it has no size: no medium, or not set up"
+    elif name.startswith("loop") and drive_sys.loops().get(name, (0, 0, 0))[2]:
+        yield "not_a_drive", "a loop device over another block device, which may be in use itself"
 
 
 def _state(name: str, device: Data, context: Context) -> Found:
@@ -264,6 +266,10 @@ def _layers(name: str, device: Data, context: Context) -> Found:
             yield "swap", f"{one} is in use as swap"
         if one != name and one not in device["partitions"]:
             yield "holder", f"{one} ({_layer(one)}) is built on it"
+    files = drive_sys.loops() if name.startswith("loop") else {}
+    for other in sorted(set(files) - {name}):
+        if files[other] == files.get(name):
+            yield "holder", f"{other} has the same file behind it"
 
 
 def _layer(name: str) -> str:

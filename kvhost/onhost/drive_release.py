@@ -55,7 +55,7 @@ Data = dict[str, Any]
 
 def release(state: str, fstab: str) -> Data:
     """Each step is done if it is still to do, so that a run that was cut off is completed."""
-    record = drive_apply.read_json(os.path.join(state, drive_apply.DRIVE_FILE))
+    record = drive_journal.read_record(state)
     if record is None:
         return {"status": "done", "changed": [], "why": "no drive of kvhost's is in use here"}
     target, changed = record["mount"], []

@@ -29,12 +29,13 @@ Data = dict[str, Any]
 
 
 class Mount(NamedTuple):
-    """One line of /proc/self/mountinfo; `dev` is "major:minor"."""
+    """One line of /proc/self/mountinfo; `dev` is "major:minor", `root` what of the filesystem."""
 
     dev: str
     point: str
     fs: str
     source: str
+    root: str = "/"
 
 
 def host(*parts: str) -> Path:
@@ -105,18 +106,24 @@ def above(name: str) -> list[str]:
 def loops_by_device() -> dict[str, list[str]]:
     """ "major:minor" of a block device -> loop devices that have it, not a file, behind them."""
     found: dict[str, list[str]] = {}
+    for name, (_, _, rdev) in loops().items():
+        if rdev:
+            found.setdefault(f"{os.major(rdev)}:{os.minor(rdev)}", []).append(name)
+    return found
+
+
+def loops() -> dict[str, tuple[int, int, int]]:
+    """Loop device in use -> device and inode of the file behind it, and that file's own device
+    number: 0 unless it is a block device."""
+    found = {}
     for name in all_names():
         if not name.startswith("loop") or not text(block(name, "loop/backing_file")):
             continue
         try:
-            info = _loop_info(name)
+            found[name] = struct.unpack_from("<QQQ", _loop_info(name))
         except OSError as why:
-            if why.errno in (errno.ENXIO, errno.ENOENT):
-                continue  # it was given up meanwhile
-            raise
-        rdev = struct.unpack_from("<Q", info, 16)[0]  # lo_rdevice, 0 of a file
-        if rdev:
-            found.setdefault(f"{os.major(rdev)}:{os.minor(rdev)}", []).append(name)
+            if why.errno not in (errno.ENXIO, errno.ENOENT):  # it was given up meanwhile
+                raise
     return found
 
 
@@ -173,7 +180,7 @@ def mounts() -> list[Mount]:
     for line in host("proc/self/mountinfo").read_text(errors="replace").splitlines():
         left, _, right = line.partition(" - ")
         one, two = left.split(" "), right.split(" ")
-        rows.append(Mount(one[2], unescape(one[4]), two[0], unescape(two[1])))
+        rows.append(Mount(one[2], unescape(one[4]), two[0], unescape(two[1]), unescape(one[3])))
     if not rows:
         raise OSError("/proc/self/mountinfo is empty")
     return rows

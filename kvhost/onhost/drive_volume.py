@@ -38,7 +38,7 @@ else:
     from drive_disk import Disk, Refused, blkid, maj_min, step
 
 Data = dict[str, Any]
-DRIVE_FILE = "drive.json"
+DRIVE_FILE = drive_journal.RECORD
 #: findings that may be of a moment, and how often it is looked whether they stay
 PASSING, TRIES = frozenset({"in_use", "busy"}), 10
 
@@ -176,10 +176,8 @@ class Volume:
 
     def was_not_here(self, drive: Data) -> None:
         """Raises Refused when this very drive held kvhost's filesystem and has lost it."""
-        try:
-            with open(os.path.join(self.state, DRIVE_FILE), encoding="utf-8") as handle:
-                known = json.load(handle)
-        except FileNotFoundError:
+        known = drive_journal.read_record(self.state)
+        if known is None:
             return
         rows = known.get("drives") or [known["drive"]]
         if not self.order.get("ephemeral") and any(
@@ -192,6 +190,15 @@ class Volume:
                 "then once more; for the instance store of a cloud: drive_ephemeral = True",
             )
 
+    def is_known(self, uuid: str) -> bool:
+        """Whether kvhost noted down that it finished this filesystem on these very drives."""
+        known = drive_journal.read_record(self.state)
+        if known is None or known["uuid"].lower() != uuid.lower():
+            return False
+        rows = known.get("drives") or [known["drive"]]
+        drives = [member["drive"] for member in self.members]
+        return all(any(drive_journal.same_drive(row, d) for row in rows) for d in drives)
+
     def adopted(self) -> str:
         """The device that is mounted at the mount point already, if it is all that was planned."""
         there, drive = drive_mount.mounted_at(self.target), self.order["drive"]
@@ -199,6 +206,9 @@ class Volume:
             raise Refused("not_adoptable", f"{self.target} is not a mount of {drive['path']}")
         if there.filesystem != self.order["filesystem"]:
             why = f"{self.target} is {there.filesystem}, not {self.order['filesystem']}"
+            raise Refused("not_adoptable", why)
+        if there.root != "/":
+            why = f"{self.target} shows a part of the filesystem only, its directory {there.root}"
             raise Refused("not_adoptable", why)
         names = set(os.listdir(self.target)) - {"lost+found", drive_fs.MARKER}
         if drive_fs.read_marker(self.target) is None and names:
@@ -229,6 +239,8 @@ class Volume:
                 why = f"the marker on {path} is of another filesystem ({marker['uuid']})"
                 raise Refused("not_ours", why)
             return
+        if self.is_known(there["UUID"]):
+            return  # after a power cut the marker may be in the filesystem's log alone
         if journal is None or there["UUID"] != journal["fs_uuid"]:
             why = f"the filesystem on {path} has kvhost's label and not its marker ({others[:5]})"
             raise Refused("not_ours", why)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING or __package__:
-    from kvhost.onhost import drive_probe, drive_sys
+    from kvhost.onhost import drive_journal, drive_probe, drive_sys
 else:  # they lie beside this file
+    import drive_journal
     import drive_probe
     import drive_sys
 
 MARKER = ".kvhost-drive.json"
-JOURNAL = "drive-apply.json"
 MOST_ENTRIES = 20
 Data = dict[str, Any]
 
@@ -43,6 +43,13 @@ def told(read: Callable[[], Any]) -> Data:
 def json_file(path: str) -> Any:
     with open(path, encoding="utf-8") as file:
         return json.loads(file.read(1 << 20))
+
+
+def journal_of(state: str) -> Any:
+    data = json_file(os.path.join(state, drive_journal.FILE))
+    if wrong := drive_journal.fault(data):
+        raise ValueError(f"{state}/{drive_journal.FILE} is no journal of kvhost's: {wrong}")
+    return data
 
 
 def mount_point(path: str) -> Data:
@@ -63,6 +70,7 @@ def mount_point(path: str) -> Data:
         "entries": sorted(os.listdir(normal))[:MOST_ENTRIES] if kind == "directory" else [],
         "mounts": [f"{mount.source} ({mount.fs})" for mount in here],
         "filesystem": top.fs if top else None,
+        "root": top.root if top else "/",
         "drives": sorted({name for name in below if not drive_sys.is_partition(name)}),
         "fstab": [what for what, where in drive_sys.fstab() if os.path.normpath(where) == normal],
         "marker": told(lambda: json_file(os.path.join(normal, MARKER))),
@@ -71,7 +79,7 @@ def mount_point(path: str) -> Data:
 
 def drives(mount: str | None, state: str | None) -> Data:
     absent = {"status": "absent", "why": "not asked for", "data": None}
-    journal = told(lambda: json_file(os.path.join(str(state), JOURNAL))) if state else absent
+    journal = told(lambda: journal_of(str(state))) if state else absent
     return {
         **drive_probe.probe_all(),
         "mount_point": told(lambda: mount_point(str(mount))) if mount else absent,
