@@ -6,9 +6,11 @@ import ast
 import importlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,31 @@ def test_the_scripts_are_python_3_9_and_import_only_the_standard_library() -> No
         known = {*sys.stdlib_module_names, *(one.stem for one in scripts), "kvhost", "ready"}
         assert {n.split(".")[0] for n in names} <= known
     assert importlib.import_module("kvhost.onhost.evidence").SCHEMA == "kvhost/evidence/2"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: files of another user")
+def test_root_moves_files_as_their_owner() -> None:
+    """Also where root's own interpreter lies where that user may not go."""
+    top = Path(tempfile.mkdtemp(prefix="kvhost-aside-", dir="/var/tmp"))
+    try:
+        top.chmod(0o755)
+        onhost, tier = top / "bin", top / "tier"
+        shutil.copytree(ONHOST, onhost)
+        (tier / "ns-a").mkdir(parents=True)
+        (tier / "ns-a/one.data").write_bytes(b"kv")
+        for path in (tier, tier / "ns-a", tier / "ns-a/one.data"):
+            os.chown(path, 65534, 65534)
+        code = (
+            "import sys, os; sys.path.insert(0, sys.argv[1]); import evidence_events as e\n"
+            "one = e.Test.__new__(e.Test); one.key = None\n"
+            "one.config = {'namespace_dir': sys.argv[2]}\n"
+            "words, pid = ('--namespace', sys.argv[2]), ('--pid', str(os.getpid()))\n"
+            "print(one.aside('move', *words, *pid, names=['one.data'])['files'])\n"
+            "print(one.aside('put-back', *words)['put_back'])"
+        )
+        argv = [sys.executable, "-c", code, str(onhost), str(tier / "ns-a")]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.stdout.split() == ["1", "1"], done.stderr
+        assert (tier / "ns-a/one.data").stat().st_uid == 65534
+    finally:
+        shutil.rmtree(top)
