@@ -23,7 +23,14 @@ from typing import Any
 
 from kvhost.onhost import model_builtin
 from kvhost.paths import HostPaths
-from kvhost.services import Service, cache_service, runner_service, vllm_config
+from kvhost.services import (
+    NAMESPACE_FILE,
+    TIER_MARKER,
+    Service,
+    cache_service,
+    runner_service,
+    vllm_config,
+)
 from kvhost.settings import Settings
 from tests.e2e_tools import free_ports
 
@@ -136,7 +143,8 @@ class Pair:
         for name in ("etc", "run", "log", "state", "home/tmp", "tools/current", "models"):
             (self.base / name).mkdir(parents=True, exist_ok=True)
         self.namespace.mkdir(parents=True, exist_ok=True)
-        (self.namespace.parent / ".kvhost-tier").touch()
+        (self.namespace.parent / TIER_MARKER).touch()  # without both the cache server stays down
+        (self.namespace / NAMESPACE_FILE).write_text('{"chunk_bytes": null}\n')
         for link, target in (
             ("current", self.env),
             ("bin", REPO / "kvhost/onhost"),
