@@ -207,7 +207,8 @@ SETUPS = (
         "another namespace after the restart",
         "FAIL",
         "namespace-changed",
-        f"sed -i s/{NAMESPACE}/ns-0ff/ ../../etc/cache.json; mkdir -p ../ns-0ff; cp .kvhost-namespace.json ../ns-0ff",
+        f"sed -i s/{NAMESPACE}/ns-0ff/ ../../etc/cache.json; "
+        "mkdir -p ../ns-0ff; cp .kvhost-namespace.json ../ns-0ff",
         full=True,
     ),
     Broken("no L2", "FAIL", "l2-absent", argv=without_l2, full=True),
