@@ -226,6 +226,14 @@ SETUPS: tuple[tuple[str, str, str | None, str, str | None, Edit], ...] = (
         None,
         lambda e: None,
     ),
+    (
+        "LMCacheConnectorV1 with a remote `fs://` and a seed, for comparison",
+        "PASS",
+        None,
+        "fs-seed",
+        None,
+        lambda e: None,
+    ),
     ("ExampleConnector, for comparison", "PASS", None, "example", None, lambda e: None),
     (
         "reads not observable",
