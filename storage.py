@@ -9,7 +9,9 @@ from deploys.common.runlock import take_lock
 run = prepare(stages=frozenset({"host", "storage"}))
 if run is None:
     refused(name="refused: see the plan above")
+elif run.drive_order is None:
+    storage.nothing_claimed(name="storage: the drive")
 else:
     take_lock(name="host: one run at a time", run=run)
     host_stage.deploy(run)
-    storage.deploy(run, asked=True)
+    storage.deploy(run)

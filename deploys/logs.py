@@ -8,7 +8,7 @@ from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
 from deploys.common.prepare import visit
-from deploys.common.refused import refused
+from deploys.common.refused import not_provisioned, refused
 from kvhost.asking import answer, question
 
 
@@ -37,5 +37,7 @@ def logs(at: Visit) -> Commands:
 here = visit()
 if here is None:
     refused(name="the host gave no report")
+elif here.lacks("logs"):
+    not_provisioned(name="logs", base_dir=here.paths.base_dir)
 else:
     logs(name="logs", at=here)

@@ -10,7 +10,7 @@ from deploys.common.context import Visit
 from deploys.common.operations import Commands, connector_arguments
 from deploys.common.prepare import visit
 from deploys.common.ready import ready_command
-from deploys.common.refused import refused
+from deploys.common.refused import not_provisioned, refused
 from deploys.common.runlock import take_lock
 from kvhost.asking import answer, question
 
@@ -55,6 +55,8 @@ def purge(at: Visit, verb: str) -> Commands:
 here = visit()
 if here is None:
     refused(name="the host gave no report")
+elif here.lacks("purge"):
+    not_provisioned(name="cache: look", base_dir=here.paths.base_dir)
 else:
     verb = str(question().get("verb", "look"))
     if verb == "remove":

@@ -34,7 +34,23 @@ _inventory = click.option(
     show_default=True,
     help="pyinfra inventory; the default is the machine that you are on.",
 )
-_passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
+
+
+def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """pyinfra would take a word for an operation, and fail with a traceback."""
+    if words and not words[0].startswith("-"):
+        raise click.UsageError(f"{words[0]!r}: a host is chosen with --limit {words[0]}")
+    return words
+
+
+_passed_on = click.argument(
+    "pyinfra_args", nargs=-1, type=click.UNPROCESSED, callback=_options_only
+)
+_hosts_and_passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
+_more = (
+    "Further arguments go to pyinfra: --data KEY=VALUE (docs/settings.md), --limit HOST, --dry, -v."
+)
+_verdicts = "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE."
 _pass_all = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -61,7 +77,7 @@ main.add_command(matrix_command)
 main.add_command(lock_command)
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")
 @_inventory
 @_passed_on
 def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
@@ -69,7 +85,7 @@ def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
     sys.exit(_run_and_tell(inventory, "deploy.py", pyinfra_args))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")
 @_inventory
 @click.option("--disrupt", is_flag=True, help="Also on a server that is in use.")
 @click.option(
@@ -88,7 +104,7 @@ def verify(
     pyinfra_args: tuple[str, ...],
     **url: Any,
 ) -> None:
-    """Repeat the restart-persistence test on hosts that are provisioned.
+    """Repeat the restart test on provisioned hosts.
 
     With --url, --metrics-url and --restart-command: of a server that kvhost did not install.
     """
@@ -103,29 +119,35 @@ def verify(
     sys.exit(_run_and_tell(inventory, "verify.py", (*extra, *pyinfra_args)))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> plan.")
 @_passed_on
 def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
-    """What a run would do to each host, what it costs, and every reason not to."""
+    """What a run would do, what it costs, every reason not to.
+
+    Changes nothing. The table goes to stderr, --json to stdout. Exit: 0; 1 if a host is refused.
+    """
     if as_json:
         os.environ["KVHOST_PLAN_JSON"] = "1"
     sys.exit(pyinfra(inventory, "deploys/plan.py", ("-y", *pyinfra_args)))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> drives.")
 @_passed_on
 def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
-    """All drives of all hosts, and what kvhost thinks of each. Changes nothing."""
+    """All drives of all hosts, and what kvhost thinks of each.
+
+    Changes nothing. The table goes to stderr, --json to stdout.
+    """
     if as_json:
         os.environ["KVHOST_DRIVES_JSON"] = "1"
     sys.exit(pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @_passed_on
 def storage(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
@@ -133,26 +155,32 @@ def storage(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
     sys.exit(pyinfra(inventory, "storage.py", ("-y", *pyinfra_args)))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @_passed_on
 def release(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
-    """Stop the services and give the drive back; its data stay (docs/drives.md)."""
+    """Stop the services, give the drive back.
+
+    Its data stay on it, until it is wiped with a token (docs/drives.md).
+    """
     sys.exit(pyinfra(inventory, "release.py", ("-y", *pyinfra_args)))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @_passed_on
 def grow(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
-    """Have the drive's filesystem use a disk that became larger."""
+    """Use all of a disk that became larger."""
     sys.exit(pyinfra(inventory, "grow.py", ("-y", *pyinfra_args)))
 
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
 def status(as_json: bool) -> None:
-    """The last verdict of every host that this controller has a report of."""
+    """The last verdict of every host; reaches none.
+
+    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no report at all.
+    """
     reports = latest_reports()
     if as_json:
         verdicts = {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
@@ -183,7 +211,7 @@ def latest_reports() -> list[Report]:
     return reports
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @click.option("--namespace", help="All of this one: ns-…, as the table shows it.")
 @click.option("--model", help="Its path or name, as the table shows it.")
@@ -200,19 +228,22 @@ def purge(
     yes: bool,
     pyinfra_args: tuple[str, ...],
 ) -> None:
-    """Remove the KV of a namespace, a model or a tenant; without any, show what lies there."""
+    """Show the cache, or remove a part of it.
+
+    Without --namespace, --model or a tenant: what lies there, and nothing is removed.
+    """
     what = cli_care.purge_question(namespace, model, tenant, no_tenant)
     sys.exit(cli_care.purge(pyinfra, inventory, pyinfra_args, what, yes=yes))
 
 
-@main.command(context_settings=_pass_all)
+@main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @click.option("--service", "services", multiple=True, help="cache, runner, pruner, supervisord.")
 @click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
 @click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)
 @click.option("--level", default="INFO", show_default=True, help="The lowest that is shown.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> service.")
-@_passed_on
+@_hosts_and_passed_on
 def logs(
     inventory: str,
     services: tuple[str, ...],
@@ -222,7 +253,10 @@ def logs(
     as_json: bool,
     pyinfra_args: tuple[str, ...],
 ) -> None:
-    """The services' logs, the last error first: kvhost logs [HOST…] [--service runner]."""
+    """The services' logs, the last error first.
+
+    kvhost logs [HOST…] [--service runner] [--since 2h]
+    """
     asked = {"services": services, "lines": lines, "level": level.upper()}
     asked |= {"since": since} if since else {}
     sys.exit(cli_care.logs(pyinfra, inventory, pyinfra_args, asked, as_json=as_json))

@@ -27,7 +27,7 @@ def _matrix() -> Matrix:
 @click.command("matrix")
 @click.option("--json", "as_json", is_flag=True, help="The matrix as JSON.")
 def matrix_command(as_json: bool) -> None:
-    """Which versions are installed together, and what is known of each."""
+    """Which versions fit together, and what was run."""
     matrix = _matrix()
     if as_json:
         rows = [
@@ -44,17 +44,18 @@ def matrix_command(as_json: bool) -> None:
 
 
 def matrix_table(matrix: Matrix) -> Table:
-    columns = ("lock", "vLLM", "LMCache", "torch", "CUDA", "driver", "GPUs", "Python", "state")
-    table = Table(*columns, title="What fits together", title_justify="left")
+    """A block for each lock. Its name is never cut: `engine_lock` asks for it."""
+    table = Table(title="What fits together", title_justify="left")
+    table.add_column("lock", no_wrap=True)
+    table.add_column("what it is")
     for one in matrix.locks.values():
-        gpu = one.cuda is not None
-        table.add_row(
-            one.name, one.vllm, one.lmcache, one.torch,
-            str(one.cuda) if gpu else "-",
-            f"{one.driver_least} or later, best {one.driver_best}" if gpu else "-",
-            ", ".join(one.capabilities) or "-",
-            ", ".join(one.pythons), one.state,
-        )  # fmt: skip
+        cuda = f", CUDA {one.cuda}" if one.cuda is not None else ""
+        lines = [f"vLLM {one.vllm}, LMCache {one.lmcache}, torch {one.torch}{cuda}"]
+        lines.append(f"{one.machine}, Python {', '.join(one.pythons)}")
+        if one.cuda is not None:
+            lines.append(f"driver {one.driver_least} or later, best {one.driver_best}")
+            lines.append(f"GPUs of compute capability {', '.join(one.capabilities)}")
+        table.add_row(one.name, "\n".join((*lines, one.state)), end_section=True)
     return table
 
 
@@ -71,9 +72,10 @@ def lock_command(
     check: bool,
     more: tuple[str, ...],
 ) -> None:
-    """Resolve locks of the matrix by NAME and write them to locks/, one file for each Python.
+    """Resolve locks of the matrix by name.
 
-    Needs a package index (uv's own settings say which) and downloads no package.
+    Written to locks/, one file for each Python. Needs a package index (uv's own settings say
+    which) and downloads no package.
     """
     matrix, uv = _matrix(), _uv()
     if bool(names) == every:

@@ -37,6 +37,9 @@ from kvhost.plan_upgrade import upgrade, upgrade_notes
 from kvhost.report import HostReport, Kvhost, Namespace, Part
 from kvhost.settings import Settings
 
+#: as many changed files are named in the plan
+_NAMED = 4
+
 __all__ = [
     "Action",
     "ModelNeed",
@@ -111,7 +114,9 @@ def _host(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Act
     actions.append(Action("host", what, _state(tools, there)))
     if facts.rendered is not None:
         files = _changed_files(settings, report, facts)["host"]
-        what = "scripts and configuration" + (f": {', '.join(files)}" if files else "")
+        more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
+        named = ", ".join(files[:_NAMED]) + more
+        what = "scripts and configuration" + (f": {named}" if files else "")
         actions.append(Action("host", what, _state(_own(report, "files"), not files)))
     return actions
 

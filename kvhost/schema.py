@@ -374,8 +374,8 @@ class Settings(DriveSettings):
     break_lock: _Line | None = setting(
         _RUN,
         None,
-        "Owner, as the refusal prints it, of a lock of another run that is to be broken.",
-        example="alice@laptop:4711",
+        "Id of another run, as the refusal prints it, whose lock is to be broken.",
+        example="102c4c8cef6b-f33dac",
         reaches_host=False,
     )
 

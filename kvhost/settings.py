@@ -247,7 +247,7 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
     if kind in _KINDS:
         what = f"must be {_KINDS[kind]}{f' ({unit})' if unit else ''}, not {given}"
         write = _write(key)
-        if kind == "string_type" and isinstance(value, (int, float)):
+        if kind == "string_type" and isinstance(value, (int, float)) and not unit:
             write += f" (text that looks like a number, on the command line: --data '{key}=\"1\"')"
         return Problem(key, what, write)
     return Problem(key, f"{detail['msg']}, not {given}", _write(key))

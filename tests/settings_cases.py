@@ -128,7 +128,7 @@ ACCEPTED: list[tuple[str, object]] = [
     ("runner_extra_args", ["--max-num-seqs", "4", "-O3", "--tokenizer", "/srv/tok"]),
     ("runner_extra_args", ["--seed", "-1", "--hf-overrides", '{"a b": "--host"}']),
     ("runner_extra_args", ["--no-enable-chunked-prefill", "--gpu_memory_utilization=0.8"]),
-    ("break_lock", "alice@laptop:4711"),
+    ("break_lock", "102c4c8cef6b-f33dac"),
     ("drive_by_id", "nvme-Samsung_SSD_990_PRO_2TB_S7KHNJ0W123456A"),
     ("drive_serial", "/var/tmp/a file.img"),
     ("drive_wwn", "0x5000c500a1b2c3d4"),

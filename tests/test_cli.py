@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli
+from kvhost import cli, cli_matrix
+from kvhost.matrix import load_matrix
 from kvhost.reports import tell_summary
 
 
@@ -23,6 +24,21 @@ def test_an_inventory_that_is_not_there_is_an_error(command: str) -> None:
     assert code == 1
     assert "no such inventory" in text
     assert "nope.py" in text
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "plan", "storage", "purge"])
+def test_a_host_is_no_argument(command: str) -> None:
+    code, text = run(command, "gpu1")
+    assert code == 2
+    assert "--limit gpu1" in text
+
+
+def test_no_lock_of_the_matrix_has_its_name_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text = run("matrix")
+    assert code == 0
+    for name in load_matrix(cli_matrix.LOCKS).locks:
+        assert name in text
 
 
 STARTED = {"host": "a"}

@@ -111,4 +111,5 @@ def test_data_that_only_reading_finds_is_refused(loops: Loops, tmp_path: Path) -
 def test_without_a_claim_storage_says_so(tmp_path: Path) -> None:
     told = run(tmp_path, "storage.py", {"a": here({"base_dir": str(TOP / "none")})})
     assert told.code != 0 and "no drive is claimed" in told.text, told.text
+    assert not (TOP / "none").exists()
     shutil.rmtree(TOP, ignore_errors=True)

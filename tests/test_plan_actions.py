@@ -284,3 +284,10 @@ def test_what_a_host_says_cannot_steer_the_terminal() -> None:
 )  # fmt: skip
 def test_sizes_are_read_easily(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_of_many_changed_files_the_plan_names_a_few() -> None:
+    paths = [f"/var/lib/kvhost/bin/s{n:02}.py" for n in range(9)]
+    got = plan(facts=replace(FACTS, rendered=dict.fromkeys(paths, "1")))
+    (told,) = [a.what for a in got.actions if a.what.startswith("scripts and configuration")]
+    assert told.endswith("bin/s03.py and 5 more")

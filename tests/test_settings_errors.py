@@ -280,3 +280,9 @@ def test_odd_values_are_taken_whole_or_refused_in_one_line_each(key: str) -> Non
             taken = getattr(settings, key)
             assert taken == value and type(taken) in (type(value), float)
             assert settings_digest(settings)
+
+
+def test_a_size_without_a_unit_is_not_answered_with_quotes() -> None:
+    told = refused({"drive_serial": "X", "drive_min_size": 2000})["drive_min_size"]
+    assert "'1.9TB'" in told
+    assert "--data" not in told

@@ -39,6 +39,15 @@ class Visit:
         """Path on the host of one of kvhost/onhost's scripts."""
         return f"{self.paths.bin}/{name}.py"
 
+    def lacks(self, name: str) -> bool:
+        """Whether that script is known not to be on the host: no run came here yet."""
+        kvhost = self.report.kvhost.data
+        return (
+            kvhost is not None
+            and kvhost.files.data is not None
+            and self.script(name) not in kvhost.files.data
+        )
+
 
 @dataclass(frozen=True)
 class Run(Visit):

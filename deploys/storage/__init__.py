@@ -5,13 +5,12 @@ from __future__ import annotations
 from deploys.common.context import Run
 from deploys.storage.operations import drive, grow_drive, nothing_claimed, release_drive, wipe_drive
 
+__all__ = ["deploy", "grow", "nothing_claimed", "release"]
 
-def deploy(run: Run, *, asked: bool = False) -> None:
-    """``asked``: the run is for nothing else, so that a missing claim is an error."""
+
+def deploy(run: Run) -> None:
     if run.drive_order is not None:
         drive(name="storage: the drive", run=run)
-    elif asked:
-        nothing_claimed(name="storage: the drive")
 
 
 def release(run: Run) -> None:
