@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,26 @@ def test_no_token_erases_what_another_loop_device_has_mounted(
         run("umount", at)
 
 
+@pytest.mark.parametrize("what", ["a pipe", "a link"])
+def test_a_marker_that_is_no_file_stops_no_look_at_drives(host: Host, what: str) -> None:
+    loop = host.drive()
+    order = host.order(loop)
+    assert host.apply(order)["exit"] == 0
+    marker = host.mount / ".kvhost-drive.json"
+    marker.rename(host.mount / "tier/real")
+    os.mkfifo(marker) if what == "a pipe" else marker.symlink_to("tier/real")
+    script = Path(report_drives.__file__)
+    argv = [sys.executable, script, "--mount", host.mount, "--state", host.state]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    told = json.loads(done.stdout)
+    assert told["mount_point"]["data"]["marker"]["status"] == "unreadable"
+    (own,) = [
+        d["device"] for d in told["drives"] if (d["device"] or {}).get("path") == str(loop.node)
+    ]
+    assert own["kvhost"]["marker"]["status"] == "unreadable"
+    assert host.apply({**host.order(loop), "action": "keep"})["exit"] == 1
+
+
 def test_a_part_of_a_filesystem_is_not_adopted(host: Host, tmp_path: Path) -> None:
     """An empty directory of a filesystem that is full, bound to the mount point."""
     loop, at = host.drive(), tmp_path / "at"
@@ -83,6 +104,48 @@ def test_a_part_of_a_filesystem_is_not_adopted(host: Host, tmp_path: Path) -> No
     told = host.apply(host.order(loop, "adopt"))
     assert (told["exit"], told["code"]) == (3, "not_adoptable"), told
     assert "/empty" in told["why"] and not any(host.mount.iterdir())
+
+
+def test_the_mount_point_of_an_adopted_drive_stays(host: Host) -> None:
+    """Its line in fstab is somebody else's, and needs it at the next boot."""
+    loop = host.drive()
+    run("mkfs.ext4", "-q", loop.node)
+    uuid = run("blkid", "-s", "UUID", "-o", "value", loop.node)
+    host.mount.mkdir()
+    line = f"UUID={uuid} {host.mount} ext4 defaults 0 2\n"
+    host.fstab.write_text(line)
+    run("mount", loop.node, host.mount)
+    assert host.apply(host.order(loop, "adopt"))["exit"] == 0
+    told = host.script("drive_release.py", "release")
+    assert told["exit"] == 0 and drive_mount.mounted_at(str(host.mount)) is None, told
+    assert host.mount.is_dir() and host.fstab.read_text() == line
+
+
+@pytest.mark.parametrize("what", ["read-only", "below a file", "fstab immutable", "fstab mounted"])
+def test_what_could_not_be_mounted_in_the_end_is_not_formatted(
+    host: Host, tmp_path: Path, what: str
+) -> None:
+    loop, at = host.drive(), tmp_path / "at"
+    at.mkdir()
+    order, before = host.order(loop), digest(loop)
+    undo: tuple[str | Path, ...] = ("true",)
+    if what == "read-only":
+        run("mount", "-t", "tmpfs", "-o", "ro", "none", at)
+        order["mount"], undo = str(at / "a/b"), ("umount", at)
+    elif what == "below a file":
+        order["mount"] = str(host.fstab / "a")
+    elif what == "fstab immutable":
+        run("chattr", "+i", host.fstab)
+        undo = ("chattr", "-i", host.fstab)
+    else:
+        run("mount", "--bind", host.fstab, host.fstab)
+        undo = ("umount", host.fstab)
+    try:
+        told = host.apply(order)
+    finally:
+        run(*undo)
+    assert told["exit"] == 3 and told["changed"] == [], told
+    assert digest(loop) == before
 
 
 def test_the_marker_that_a_power_cut_left_in_the_log_alone_is_not_missed(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ class Apply:
         kind = self.order["filesystem"]
         line = drive_fstab.entry_for("not-yet", self.target, kind, drive_fs.OPTIONS[kind])
         if self.order["action"] == "format":
+            drive_fstab.check_replaceable(self.fstab)
             drive_fstab.with_entry(drive_fstab.read(self.fstab), line)
 
     def mounted(self, path: str, there: dict[str, str]) -> None:

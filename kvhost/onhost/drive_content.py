@@ -124,8 +124,7 @@ def kvhosts_own(device: Data, mounted: dict[str, list[drive_sys.Mount]]) -> Data
     if at:
         path = os.path.join(at[0].point, ".kvhost-drive.json")
         try:
-            with open(path, encoding="utf-8") as file:
-                marker = {"status": "ok", "why": None, "data": json.loads(file.read(1 << 16))}
+            marker = {"status": "ok", "why": None, "data": drive_sys.json_file(path)}
         except FileNotFoundError:
             marker["why"] = f"there is no {path}"
         except (OSError, ValueError) as why:

@@ -135,6 +135,18 @@ def read(path: str) -> str:
         return ""
 
 
+def check_replaceable(path: str) -> None:
+    """Raises Refused for a file that install() could not put another in the place of: immutable,
+    on a read-only filesystem, or mounted as a file (containers do that)."""
+    real = os.path.realpath(path)
+    there = [one for one in (real, os.path.dirname(real)) if os.path.lexists(one)]
+    if not all(os.access(one, os.W_OK) for one in there) or os.path.isdir(real):
+        raise Refused("fstab_taken", f"{path} cannot be written (read-only, or chattr +i)")
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as handle:
+        if any(unescape(line.split(" ")[4]) == real for line in handle):
+            raise Refused("fstab_taken", f"{path} is a mount of its own, and cannot be replaced")
+
+
 def faults(path: str) -> tuple[int, int]:
     """(parse errors, errors) that findmnt finds. Raises RuntimeError without its summary."""
     words = shlex.quote(path)  # its summary goes to stderr

@@ -105,6 +105,12 @@ def check_mount_point(target: str) -> None:
         why = f"{target} is, or lies behind, a link: it leads to {os.path.realpath(target)}"
         raise Refused("mount_point", why)
     if not os.path.lexists(target):
+        above = os.path.dirname(target)
+        while not os.path.lexists(above):
+            above = os.path.dirname(above)
+        if not os.path.isdir(above) or not os.access(above, os.W_OK):
+            why = f"{target} cannot be made: {above} is no directory, or takes no writes"
+            raise Refused("mount_point", why)
         return
     if not os.path.isdir(target):
         raise Refused("mount_point", f"{target} is there and is no directory")

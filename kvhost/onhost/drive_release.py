@@ -84,7 +84,8 @@ def release(state: str, fstab: str) -> Data:
     if drive_layers.out_of_crypttab():
         changed.append(f"{drive_layers.CRYPTTAB}: kvhost's line taken out")
     step("mount-point")
-    if os.path.isdir(target):
+    theirs = [e for e in drive_fstab.entries(drive_fstab.read(fstab)) if e.target == target]
+    if os.path.isdir(target) and not theirs:  # of an adopted drive it is another's mount point
         drive_mount.open_mount_point(target)
         with contextlib.suppress(OSError):  # it holds something: it stays
             os.rmdir(target)

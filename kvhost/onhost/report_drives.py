@@ -40,13 +40,8 @@ def told(read: Callable[[], Any]) -> Data:
         return {"status": "unreadable", "why": str(why) or type(why).__name__, "data": None}
 
 
-def json_file(path: str) -> Any:
-    with open(path, encoding="utf-8") as file:
-        return json.loads(file.read(1 << 20))
-
-
 def journal_of(state: str) -> Any:
-    data = json_file(os.path.join(state, drive_journal.FILE))
+    data = drive_sys.json_file(os.path.join(state, drive_journal.FILE))
     if wrong := drive_journal.fault(data):
         raise ValueError(f"{state}/{drive_journal.FILE} is no journal of kvhost's: {wrong}")
     return data
@@ -73,7 +68,7 @@ def mount_point(path: str) -> Data:
         "root": top.root if top else "/",
         "drives": sorted({name for name in below if not drive_sys.is_partition(name)}),
         "fstab": [what for what, where in drive_sys.fstab() if os.path.normpath(where) == normal],
-        "marker": told(lambda: json_file(os.path.join(normal, MARKER))),
+        "marker": told(lambda: drive_sys.json_file(os.path.join(normal, MARKER))),
     }
 
 
