@@ -81,7 +81,7 @@ def test_a_marker_that_is_no_file_stops_no_look_at_drives(host: Host, what: str)
     marker.rename(host.mount / "tier/real")
     os.mkfifo(marker) if what == "a pipe" else marker.symlink_to("tier/real")
     script = Path(report_drives.__file__)
-    argv = [sys.executable, script, "--mount", host.mount, "--state", host.state]
+    argv = [sys.executable, str(script), "--mount", str(host.mount), "--state", str(host.state)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
     told = json.loads(done.stdout)
     assert told["mount_point"]["data"]["marker"]["status"] == "unreadable"
