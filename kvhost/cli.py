@@ -238,10 +238,22 @@ def purge(
 
 @main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
-@click.option("--service", "services", multiple=True, help="cache, runner, pruner, supervisord.")
+@click.option(
+    "--service",
+    "services",
+    type=click.Choice(["cache", "runner", "pruner", "supervisord"]),
+    multiple=True,
+    help="Only this one; repeatable.",
+)
 @click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
 @click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)
-@click.option("--level", default="INFO", show_default=True, help="The lowest that is shown.")
+@click.option(
+    "--level",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    default="INFO",
+    show_default=True,
+    help="The lowest that is shown.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> service.")
 @_hosts_and_passed_on
 def logs(

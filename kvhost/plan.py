@@ -296,11 +296,9 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
     engines: dict[tuple[str, int], list[str]] = {}
     for process in adoptable.processes if adoptable else []:
         engines.setdefault((process.comm, process.uid), []).append(str(process.pid))
-    for (comm, uid), pids in engines.items():
-        notes.append(
-            f"Runs here already, not kvhost's, left alone: {comm} of uid {uid}, "
-            f"process {', '.join(pids)}."
-        )
+    if engines:
+        each = (f"{comm} of uid {uid} ({', '.join(pids)})" for (comm, uid), pids in engines.items())
+        notes.append(f"Runs here already, not kvhost's, left alone: {'; '.join(each)}.")
     if (
         kvhost
         and not facts.with_key

@@ -41,6 +41,13 @@ def test_no_lock_of_the_matrix_has_its_name_cut(monkeypatch: pytest.MonkeyPatch)
         assert name in text
 
 
+@pytest.mark.parametrize("words", [("--service", "foo"), ("--level", "loud")])
+def test_a_service_or_level_of_no_log_is_wrong_usage(words: tuple[str, str]) -> None:
+    code, text = run("logs", *words)
+    assert code == 2
+    assert words[1] in text
+
+
 STARTED = {"host": "a"}
 
 

@@ -206,7 +206,7 @@ def test_a_model_of_the_hub() -> None:
         ({"kvhost.tier": ok({"namespaces": [], "foreign": ["cat.jpg"]})}, {}, "untouched: cat.jpg"),
         ({"adoptable.units": ["ollama.service"]}, {}, "systemd unit ollama.service"),
         ({"adoptable.processes": [{"pid": 9, "comm": "vllm", "argv": ["vllm", "serve"], "uid": 1}]},
-         {}, "left alone: vllm of uid 1, process 9."),
+         {}, "left alone: vllm of uid 1 (9)."),
         ({**installed_host(), "kvhost.files": ok({"/var/lib/kvhost/secrets/api-key": {
           "uid": 990, "mode": "0600", "sha256": None}})}, {}, "THE API KEY IS REMOVED"),
         ({"adoptable.hf_caches": [{"user": "ann", "path": "/h", "models":
