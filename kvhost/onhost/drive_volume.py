@@ -239,7 +239,7 @@ class Volume:
                 why = f"the marker on {path} is of another filesystem ({marker['uuid']})"
                 raise Refused("not_ours", why)
             return
-        if self.is_known(there["UUID"]):
+        if not set(others) - {"lost+found"} and self.is_known(there["UUID"]):
             return  # after a power cut the marker may be in the filesystem's log alone
         if journal is None or there["UUID"] != journal["fs_uuid"]:
             why = f"the filesystem on {path} has kvhost's label and not its marker ({others[:5]})"
