@@ -58,7 +58,7 @@ class TestOneDriveForLong:
         assert story.untouched()
 
     def test_names_swapped_across_a_power_cut_and_a_second_run(self, story: Story) -> None:
-        story.host.ssh(f"echo kept > {MOUNT}/tier/kept && sync")
+        story.host.ssh(f"echo kept > {MOUNT}/kept && sync")
         before, fstab = story.host.names(), story.host.ssh("cat /etc/fstab").stdout
         for _ in range(4):  # a name is given to whichever drive answers first
             slots = story.host.slots
@@ -67,7 +67,7 @@ class TestOneDriveForLong:
                 break
         assert story.host.names() != before
         assert mounted_from(story.host) == "KVBLANK"
-        assert story.host.ssh(f"cat {MOUNT}/tier/kept").stdout == "kept\n"
+        assert story.host.ssh(f"cat {MOUNT}/kept").stdout == "kept\n"
         ran = storage(story.folder, {story.host: CLAIM})
         assert ran.code == 0 and ran.operations(), ran.text
         assert ran.changed() == [], ran.text
@@ -95,5 +95,5 @@ class TestOneDriveForLong:
         settle(story.host)
         ran = storage(story.folder, {story.host: CLAIM})
         assert ran.code == 0, ran.text
-        assert story.host.ssh(f"cat {MOUNT}/tier/kept").stdout == "kept\n"
+        assert story.host.ssh(f"cat {MOUNT}/kept").stdout == "kept\n"
         assert story.untouched()
