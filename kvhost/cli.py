@@ -22,7 +22,14 @@ from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
-from kvhost.reports import SUMMARY_VARIABLE, Report, list_reports, load_report, reports_dir
+from kvhost.reports import (
+    SUMMARY_VARIABLE,
+    Report,
+    list_reports,
+    load_report,
+    reports_dir,
+    why_no_report,
+)
 from kvhost.verdict_types import EXIT_CODES, Persisted
 from kvhost.verdict_view import history_line, printable, verdict_table
 
@@ -206,8 +213,9 @@ def latest_reports() -> list[Report]:
     for path in newest.values():
         try:
             reports.append(load_report(path))
-        except (OSError, ValueError) as error:
-            click.echo(f"not a report, left out: {path}: {str(error).splitlines()[0]}", err=True)
+        except (OSError, ValueError):
+            why = printable(why_no_report(path))
+            click.echo(f"not a report, left out: {path}: {why}", err=True)
     return reports
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvhost.report_html import write_pages, write_text
 from kvhost.report_junit import junit
 from kvhost.report_views import HostView, fleet, load_hosts
-from kvhost.reports import Report, reports_dir
+from kvhost.reports import Report, reports_dir, why_no_report
 from kvhost.verdict_view import history_line, printable, verdict_table
 
 
@@ -40,7 +40,8 @@ def report(
         raise click.ClickException(f"no report of {host!r} in {folder}; hosts: {known}")
     for view in views:
         for path in view.unreadable:
-            click.echo(f"not a report, left out: {path}", err=True)
+            why = printable(why_no_report(path))
+            click.echo(f"not a report, left out: {path}: {why}", err=True)
     try:
         told = _write(views, html, junit_file)
     except OSError as error:

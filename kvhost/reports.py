@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvhost import __version__
 from kvhost.evidence_model import Evidence
@@ -166,6 +166,19 @@ def list_reports(folder: Path, host: str | None = None) -> list[Path]:
 def load_report(path: Path) -> Report:
     """Raises OSError, or pydantic.ValidationError for another schema or a damaged file."""
     return Report.model_validate_json(path.read_text(encoding="utf-8"))
+
+
+def why_no_report(path: Path) -> str:
+    """Why a file does not count as a report of the host whose folder it is in, on one line."""
+    try:
+        report = load_report(path)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return f"{where}: {first['msg']}" if where else str(first["msg"]).split("\n", 1)[0]
+    except (OSError, ValueError) as error:
+        return str(error).split("\n", 1)[0]
+    return f"it is a report of {report.host!r}"
 
 
 def latest_report(folder: Path, host: str) -> Report | None:

@@ -109,6 +109,16 @@ def test_no_report_at_all_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "No report yet" in run()[1]
 
 
+def test_why_a_file_is_no_report_is_said(kept: Path) -> None:
+    (kept / "db-2" / "2026-03-09T120000Z.json").write_text("{}")
+    (kept / "web-1" / "2026-03-09T120000Z.json").write_bytes(b"\xff\x1b[31m")
+    shutil.copytree(kept / "gpu-7", kept / "moved")
+    lines = {line.split("/")[-2]: line for line in run()[2].splitlines()}
+    assert "schema: Field required" in lines["db-2"] or "host: Field required" in lines["db-2"]
+    assert "can't decode" in lines["web-1"]
+    assert "it is a report of 'gpu-7'" in lines["moved"]
+
+
 def test_json_and_history_together_are_refused(kept: Path) -> None:
     assert run("--json", "--history")[0] == 2
 
