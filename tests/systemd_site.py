@@ -73,7 +73,11 @@ class Site:
             env={**keep, "HOME": str(self.copy.home), "KVHOST_API_KEY": KEY},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        return Done(done.returncode, done.stdout)
+        text = done.stdout
+        if done.returncode != 0:  # the host is gone when somebody reads this
+            logs = ("sh", "-c", f"tail -n 60 {BASE}/log/runner.log {BASE}/log/cache.log")
+            text += self.host.root(*logs, ok=False)
+        return Done(done.returncode, text)
 
     def ask_argv(self, seed: int, tokens: float = 2100, **options: float) -> list[str]:
         flags = [w for key, value in options.items() for w in (f"--{key}", str(value))]

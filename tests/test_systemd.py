@@ -34,12 +34,12 @@ def first(site: Site) -> Done:
 
 @pytest.fixture
 def up(site: Site, first: Done) -> Site:
-    assert first.code == 0, first.text[-6000:]
+    assert first.code == 0, first.text[-16000:]
     return site
 
 
 def test_over_ssh_with_sudo_from_nothing_to_a_verdict(site: Site, first: Done) -> None:
-    assert first.code == 0, first.text[-6000:]
+    assert first.code == 0, first.text[-16000:]
     assert "persisted PASS" in first.text
 
 
