@@ -80,11 +80,31 @@ def drive_refusals(
 ) -> Iterator[Refusal]:  # fmt: skip
     """Every reason not to touch the claimed drive."""
     if not settings.claims_a_drive:
+        yield from _left_in_use(settings, report)
         return
     if report.drives.data is None:
         yield unreadable("storage", "the drives", report.drives.why)
         return
     yield from claim_of(settings, report).refusals
+
+
+def _left_in_use(settings: Settings, report: HostReport) -> Iterator[Refusal]:
+    """A drive that an earlier run claimed: without it the cache would begin anew elsewhere."""
+    used = report.kvhost.data.drive if report.kvhost.data else None
+    if used is None or used.status == "absent":
+        return
+    if not isinstance(used.data, dict):
+        yield unreadable("storage", "state/drive.json, the drive in use,", used.why or "no object")
+        return
+    drive, mount = used.data.get("drive"), used.data.get("mount")
+    name = drive.get("by_id") or drive.get("backing") if isinstance(drive, dict) else None
+    yield Refusal(
+        "storage", "drive_left_in_use",
+        "no setting claims a drive, and one is in use",
+        "the drive settings of the run before, or no drive in use",
+        f"{name or 'a drive'} mounted at {mount}, with its line in /etc/fstab",
+        "put the drive settings back, or give the drive back first: kvhost release",
+    )  # fmt: skip
 
 
 def drive_notes(settings: Settings, report: HostReport) -> list[str]:

@@ -299,11 +299,15 @@ class OwnUnit(_Model):
 
 
 class Kvhost(_Model):
-    """`good`, `previous`: manifests of what last passed; `failed`: what was gone back from."""
+    """`good`, `previous`: manifests of what last passed; `failed`: what was gone back from.
+
+    `drive`: the drive that a run put into use and no release gave back.
+    """
 
     base: Part[Base]
     receipt: Part[Any]
     verified: Part[Any]
+    drive: Part[Any] = NOT_TOLD
     good: Part[Any] = NOT_TOLD
     previous: Part[Any] = NOT_TOLD
     failed: Part[Any] = NOT_TOLD

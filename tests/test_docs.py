@@ -18,6 +18,7 @@ from kvhost import (
     driver,
     driver_module,
     plan_accelerator,
+    plan_drives,
     plan_lock,
     plan_refusals,
     plan_storage,
@@ -99,6 +100,7 @@ def refusal_codes() -> Iterator[str]:
         plan_accelerator,
         driver,
         driver_module,
+        plan_drives,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):

@@ -262,3 +262,27 @@ def test_the_helper_of_the_plan_knows_when_it_waits() -> None:
     report = HostReport.model_validate(healthy())
     assert not waits_for_its_drive(Settings(), report)
     assert waits_for_its_drive(Settings(drive_serial="x1"), report)
+
+
+IN_USE = {"schema": 1, "mount": MOUNT, "uuid": "u", "drive": {"by_id": "nvme-x_1"}}
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "codes"),
+    [
+        (ok(IN_USE), {}, ["drive_left_in_use"]),
+        ({"status": "absent", "why": "not there", "data": None}, {}, []),
+        ({"status": "unreadable", "why": "torn", "data": None}, {}, ["unreadable"]),
+        (ok([]), {}, ["unreadable"]),
+        (ok(IN_USE), {"drive_serial": SERIAL}, []),
+    ],
+)
+def test_a_drive_in_use_is_not_forgotten_with_its_setting(
+    record: dict[str, Any], settings: dict[str, Any], codes: list[str]
+) -> None:
+    changes = {"kvhost.drive": record, "drives": ok(drives(drive()).model_dump(mode="json"))}
+    got = plan(changes, FACTS, **settings)
+    found = [r for r in got.refusals if r.stage == "storage"]
+    assert [r.code for r in found] == codes
+    if codes == ["drive_left_in_use"]:
+        assert "nvme-x_1" in found[0].found and "kvhost release" in found[0].fix

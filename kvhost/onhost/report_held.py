@@ -378,6 +378,7 @@ def kvhost(base: Path, tier_dir: Path) -> Data:
         "base": part(lambda: base_state(base)),
         "receipt": part(lambda: json_file(base / "state" / "receipt.json")),
         "verified": part(lambda: json_file(base / "state" / "verified.json")),
+        "drive": part(lambda: json_file(base / "state" / "drive.json")),
         "good": part(lambda: json_file(base / "state" / "good" / "manifest.json")),
         "previous": part(lambda: json_file(base / "state" / "previous" / "manifest.json")),
         "failed": part(lambda: json_file(base / "state" / "failed.json")),
