@@ -58,8 +58,11 @@ def purge(
     code, found = ask(run, inventory, "deploys/purge.py", args, {"verb": "look", **what})
     if code or not found:
         return code or 1
-    console.print(purge_table(found))
     total = sum(host["files"] for host in found)
+    if any(host["rows"] for host in found):
+        console.print(purge_table(found))
+    else:
+        console.print("No files of the cache are that." if what else "The cache holds no files.")
     if not what:
         return 0
     # without files there may still be memory: chunks that the pruner took from the disk

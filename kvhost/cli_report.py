@@ -55,6 +55,10 @@ def report(
     sys.exit(0)
 
 
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
+
+
 def _write(views: Sequence[HostView], html: Path | None, junit_file: Path | None) -> list[str]:
     told = []
     if html is not None:
@@ -78,7 +82,7 @@ def _show(views: Sequence[HostView], host: str | None, history: bool) -> None:
         elif host is not None and latest is not None:
             for result in latest.results:
                 console.print(verdict_table(view.host, result.verdict))
-            console.print(Text(f"\n{len(view.reports)} runs, the newest last:"))
+            console.print(Text(f"\n{_runs(len(view.reports))}, the newest last:"))
             _lines(console, view.reports[-10:])
         elif latest is not None:
             _lines(console, [latest])

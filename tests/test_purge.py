@@ -218,7 +218,8 @@ class Hosts:
         self.asked.append(asking.question())
         self.args.append(args)
         row = {"namespace": NOW, "model": "/m", "tenant": digest("s3cret"), "files": 3, "bytes": 9}
-        found = {"rows": [row], "current": NOW, "files": self.files, "bytes": 9, "restarts": True}
+        rows = [row] if self.files else []
+        found = {"rows": rows, "current": NOW, "files": self.files, "bytes": 9, "restarts": True}
         asking.answer("h", found)
         return 0
 
@@ -259,6 +260,13 @@ def test_without_a_selection_it_only_shows(monkeypatch: pytest.MonkeyPatch) -> N
     hosts = Hosts(monkeypatch)
     assert run()[0] == 0
     assert [asked["verb"] for asked in hosts.asked] == ["look"]
+
+
+def test_that_nothing_lies_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    Hosts(monkeypatch, files=0)
+    assert "The cache holds no files." in run()[1]
+    assert "namespace" not in run()[1]
+    assert "No files of the cache are that." in run("--model", "x", typed="n\n")[1]
 
 
 # With the real engine
