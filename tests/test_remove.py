@@ -132,12 +132,17 @@ def test_what_is_not_kvhosts_stays_and_is_named(base: Base) -> None:
 
 
 def test_check_changes_nothing_and_tells_the_sizes_and_the_packages(base: Base) -> None:
+    (base.root / "envs/a/bin/python").write_bytes(bytes(1 << 16))
+    os.link(base.root / "envs/a/bin/python", base.root / "uv-cache/same")
     before = base.left()
     found = base.call("--check")
     assert base.left() == before
     assert not (base.root / "calls").exists()
     rows = {row["path"]: row["bytes"] for row in found["remove"]}
     assert rows[str(base.root / "envs")] > 0
+    # a link's target and a file with two names are counted once
+    assert rows[str(base.root / "uv-cache")] == 0
+    assert rows[str(base.root / "current")] < rows[str(base.root / "envs")]
     assert str(base.root / "models") not in rows
     stays = " ".join(found["stays"])
     for word in ("ca-certificates, libnuma1", "remove_cache", "remove_models", f"user {USER}"):

@@ -57,13 +57,20 @@ def mounts() -> list[str]:
     return [re.sub(r"\\(\d{3})", lambda m: chr(int(m.group(1), 8)), field) for field in fields]
 
 
-def size(path: str) -> int:
+def size(path: str, counted: set[tuple[int, int]]) -> int:
+    """Bytes on disk. ``counted``: files seen so far, as uv's cache and the environments share
+    theirs by hard links; a symlink counts for itself."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return os.lstat(path).st_blocks * 512
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-    return total if os.path.isdir(path) else os.lstat(path).st_blocks * 512
+                found = os.lstat(os.path.join(folder, name))
+                if (found.st_dev, found.st_ino) not in counted:
+                    counted.add((found.st_dev, found.st_ino))
+                    total += found.st_blocks * 512
+    return total
 
 
 def remove_tree(path: str) -> None:
@@ -317,8 +324,9 @@ def main() -> int:
     try:
         host = Host(args)
         paths = host.to_remove()
+        counted: set[tuple[int, int]] = set()
         answer: Data = {
-            "remove": [{"path": path, "bytes": size(path)} for path in paths],
+            "remove": [{"path": path, "bytes": size(path, counted)} for path in paths],
             "user": host.user(),
             "stays": host.stays(),
         }
