@@ -57,8 +57,7 @@ def _fit(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     needs more, which vLLM says when it starts.
     """
     need, memory, args = facts.model, gpu_memory(report), settings.runner_extra_args
-    ranks = _count(args, "tensor-parallel-size", "tp")
-    ranks *= _count(args, "pipeline-parallel-size", "pp")
+    ranks = gpus_needed(args)
     listed = len(_memories(report))
     if listed and ranks > listed:
         yield Refusal(
@@ -97,6 +96,12 @@ def _fit(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         f"{size(GPU_RESERVE_BYTES)} for the computation",
         fix,
     )
+
+
+def gpus_needed(args: Sequence[str]) -> int:
+    """GPUs that the runner's arguments ask for: tensor times pipeline parallelism."""
+    tensor = _count(args, "tensor-parallel-size", "tp")
+    return tensor * _count(args, "pipeline-parallel-size", "pp")
 
 
 def _count(args: Sequence[str], *names: str) -> int:

@@ -17,6 +17,8 @@ from kvhost.settings import Settings
 #: Files that the services share with the host scripts
 TIER_MARKER = ".kvhost-tier"
 NAMESPACE_FILE = ".kvhost-namespace.json"
+#: seconds after a boot within which a driver has listed its GPUs; those of a large host take one
+GPU_WAIT_S = 120
 
 
 def unit_file(name: str) -> str:
@@ -274,7 +276,17 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
     )
 
 
-def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> Service:
+def gpu_gate(paths: HostPaths, gpus: int) -> tuple[tuple[str, ...], ...]:
+    """Command that waits for the GPUs which the engine needs; none without one."""
+    if not gpus:
+        return ()
+    gate = (f"{paths.tools}/current/bin/python", f"{paths.bin}/gpu_gate.py")
+    return ((*gate, "--expect", str(gpus), "--wait", str(GPU_WAIT_S)),)
+
+
+def runner_service(
+    settings: Settings, paths: HostPaths, *, with_key: bool, gpus: int = 0
+) -> Service:
     config, copy = f"{paths.etc}/vllm.yaml", f"{paths.run}/vllm.yaml"
     return Service(
         name="runner",
@@ -288,7 +300,7 @@ def runner_service(settings: Settings, paths: HostPaths, *, with_key: bool) -> S
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
         copies=((config, copy),),
         # Python's names for shared memory and semaphores; both services run as one user
-        before=(shm_sweep(paths, "psm_*", "sem.mp-*"),),
+        before=(*gpu_gate(paths, gpus), shm_sweep(paths, "psm_*", "sem.mp-*")),
         watch=(
             *(paths.current, config, f"{paths.etc}/model-digest"),
             f"{paths.lib}/kvhost_guard.py",
@@ -327,11 +339,11 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
 
 
 def services(
-    settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool
+    settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool, gpus: int = 0
 ) -> tuple[Service, ...]:
-    """All services of a host in the order of their start."""
+    """All services of a host in the order of their start. ``gpus``: how many the engine needs."""
     return (
         cache_service(settings, paths, namespace_dir),
-        runner_service(settings, paths, with_key=with_key),
+        runner_service(settings, paths, with_key=with_key, gpus=gpus),
         pruner_service(settings, paths, namespace_dir),
     )

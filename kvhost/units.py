@@ -16,8 +16,9 @@ Line = tuple[str, object]
 #: a service that fails this often within the time that so many tries can take is given up
 TRIES = 5
 RESTART_PAUSE_S = 2
-#: launch.py waits at most this long for what a service needs, pauses and gaps included
-LAUNCH_S = 180
+#: launch.py waits at most this long for what a service needs, pauses and gaps included: 120 s for
+#: the cache server, GPU_WAIT_S for the GPUs
+LAUNCH_S = 300
 #: exit of launch.py for a description that no retry will mend
 UNUSABLE = 78
 

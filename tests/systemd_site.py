@@ -18,7 +18,7 @@ from typing import Any
 from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab, until
 from tests.lab.nspawn_engine import engine_host
-from tests.lab.nspawn_image import sh
+from tests.lab.nspawn_image import LabError, sh
 
 KEY = "sk-lab-9a61e0d2c4"  # planted, and searched for everywhere
 TIER, TIER_DEVICE, TIER_BYTES = "/srv/tier", "/dev/tier", 3 << 30
@@ -40,7 +40,11 @@ def systemd_site(folder: Path) -> Iterator[Site]:
     loop = sh("losetup", "--find", "--show", str(image)).strip()
     try:
         with Lab() as lab:
-            yield Site(lab, folder, loop)
+            made = Site(lab, folder, loop)
+            try:
+                yield made
+            finally:
+                made.keep()
     finally:
         sh("losetup", "--detach", loop)
 
@@ -78,6 +82,17 @@ class Site:
             logs = ("sh", "-c", f"tail -n 60 {BASE}/log/runner.log {BASE}/log/cache.log")
             text += self.host.root(*logs, ok=False)
         return Done(done.returncode, text)
+
+    def keep(self) -> None:
+        """The host is gone when somebody wants to know: its logs stay in ``folder``/kept."""
+        kept = self.folder / "kept"
+        kept.mkdir(exist_ok=True)
+        copy = f"tar -C {BASE} -cf - log run state etc"
+        journal = "journalctl --no-pager -o short-precise"
+        for name, command in (("base.tar", copy), ("journal.txt", journal)):
+            with (kept / name).open("wb") as handle, contextlib.suppress(LabError):
+                argv = self.host.root_argv("sh", "-c", command)
+                subprocess.run(argv, stdout=handle, stderr=subprocess.STDOUT, check=False)
 
     def ask_argv(self, seed: int, tokens: float = 2100, **options: float) -> list[str]:
         flags = [w for key, value in options.items() for w in (f"--{key}", str(value))]

@@ -56,6 +56,16 @@ def test_they_start_in_order_cache_runner_pruner() -> None:
     assert found["runner"].wait_for == ("127.0.0.1:5555",)
 
 
+def test_only_an_engine_for_gpus_waits_for_them() -> None:
+    ours = settings()
+    made = services.services(ours, ours.paths, NAMESPACE, with_key=False, gpus=4)
+    cache, runner, pruner = (json.loads(one.launch_spec(ours.paths))["before"] for one in made)
+    gate = f"{BASE}/tools/current/bin/python {BASE}/bin/gpu_gate.py --expect 4 --wait 120".split()
+    assert runner[0] == gate
+    assert gate not in cache + pruner
+    assert "gpu_gate" not in "".join(one.launch_spec(ours.paths) for one in described().values())
+
+
 def test_a_key_is_named_by_its_file_and_never_by_its_value() -> None:
     found = described(with_key=True)
     assert found["runner"].secret_env == {"VLLM_API_KEY": f"{BASE}/secrets/api-key"}

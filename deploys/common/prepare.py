@@ -16,7 +16,7 @@ from rich.console import Console
 
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
-from deploys.common.rendered import vllm_yaml_of
+from deploys.common.rendered import gpus_of, vllm_yaml_of
 from deploys.common.runlock import is_dead
 from kvhost.drive_order import drive_order
 from kvhost.locks import EngineLock, LockError, read_lock
@@ -280,7 +280,8 @@ def rendered(
     texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings, with_key=with_key)
     if fields is not None:
         namespace_dir = settings.paths.namespace(digest_of(fields))
-        for one in services(settings, settings.paths, namespace_dir, with_key=with_key):
+        gpus = gpus_of(settings, lock)
+        for one in services(settings, settings.paths, namespace_dir, with_key=with_key, gpus=gpus):
             texts[f"{settings.paths.etc}/{one.name}.json"] = one.launch_spec(settings.paths)
     return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
 

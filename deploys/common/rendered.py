@@ -14,6 +14,7 @@ from deploys.common.facts import GUARD, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace, input_digest, namespace_of
+from kvhost.plan_accelerator import gpus_needed
 from kvhost.services import Service, model_dir, services, unit_file, vllm_config
 from kvhost.settings import Settings
 from kvhost.units import unit_text
@@ -42,10 +43,16 @@ def cache_arguments(run: Run) -> list[str]:
     return list(cache.argv[2:])
 
 
+def gpus_of(settings: Settings, lock: EngineLock) -> int:
+    """GPUs that the runner waits for at its start; 0 with an engine for CPUs."""
+    return gpus_needed(settings.runner_extra_args) if lock.cuda is not None else 0
+
+
 def services_of(run: Run) -> tuple[Service, ...]:
     """The services before the namespace is known: its directory is a stand-in."""
     stand_in = run.paths.namespace("0" * 24)
-    return services(run.settings, run.paths, stand_in, with_key=run.with_key)
+    gpus = gpus_of(run.settings, run.lock)
+    return services(run.settings, run.paths, stand_in, with_key=run.with_key, gpus=gpus)
 
 
 def own_scripts(run: Run) -> dict[str, str]:
@@ -104,7 +111,9 @@ class Late:
         return run.paths.namespace(self.namespace(run).digest)
 
     def services(self, run: Run) -> tuple[Service, ...]:
-        return services(run.settings, run.paths, self.namespace_dir(run), with_key=run.with_key)
+        gpus = gpus_of(run.settings, run.lock)
+        where = self.namespace_dir(run)
+        return services(run.settings, run.paths, where, with_key=run.with_key, gpus=gpus)
 
 
 def look(run: Run) -> Late:
