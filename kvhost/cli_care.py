@@ -62,7 +62,11 @@ def purge(
     if any(host["rows"] for host in found):
         console.print(purge_table(found))
     else:
-        console.print("No files of the cache are that." if what else "The cache holds no files.")
+        console.print(
+            "No files of the cache are that; kvhost purge alone shows what there is."
+            if what
+            else "The cache holds no files."
+        )
     if not what:
         return 0
     # without files there may still be memory: chunks that the pruner took from the disk
@@ -86,11 +90,14 @@ def purge(
 
 
 def purge_table(found: list[dict[str, Any]]) -> Table:
-    table = Table("host", "namespace", "model", "tenant", "files", "size")
+    table = Table()
+    for name in ("host", "namespace", "model", "tenant", "files", "size"):
+        # namespace and model are what --namespace and --model ask for: never cut
+        table.add_column(name, no_wrap=name == "namespace", overflow="fold")
     for host in found:
         for row in host["rows"]:
             tenant = row["tenant"]
-            current = " (in use)" if row["namespace"] == host["current"] else ""
+            current = "\n(in use)" if row["namespace"] == host["current"] else ""
             table.add_row(
                 host["host"],
                 row["namespace"] + current,

@@ -262,11 +262,17 @@ def test_without_a_selection_it_only_shows(monkeypatch: pytest.MonkeyPatch) -> N
     assert [asked["verb"] for asked in hosts.asked] == ["look"]
 
 
+def test_what_purge_is_to_be_told_is_shown_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Hosts(monkeypatch)
+    assert NOW in run()[1]
+
+
 def test_that_nothing_lies_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     Hosts(monkeypatch, files=0)
     assert "The cache holds no files." in run()[1]
     assert "namespace" not in run()[1]
-    assert "No files of the cache are that." in run("--model", "x", typed="n\n")[1]
+    assert "No files of the cache are that" in run("--model", "x", typed="n\n")[1]
 
 
 # With the real engine

@@ -46,7 +46,9 @@ def show_removal(at: Visit) -> bool | None:
         console.print(f"{at.host}: {printable(str(answer['why']))}", style="red")
         return None
     data = answer["data"]
-    table = Table("goes", "size", title=f"{at.host}: what is removed")
+    table = Table(title=f"{at.host}: what is removed")
+    table.add_column("goes", overflow="fold")
+    table.add_column("size")
     for row in data["remove"]:
         table.add_row(printable(row["path"]), size(row["bytes"]))
     if data["user"]:
