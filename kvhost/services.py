@@ -166,6 +166,8 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(settings.engine_kv_gib),
         # on a GPU it is compiled at the start, and without nvcc the engine dies (vllm#49497)
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # else a request with logprobs is compiled for, and without g++ it ends the engine
+        "TORCH_COMPILE_DISABLE": "1",
     }
 
 
