@@ -150,6 +150,15 @@ def test_check_changes_nothing_and_tells_the_sizes_and_the_packages(base: Base) 
     assert found["user"] is False  # it is not kvhost's own
 
 
+def test_a_program_that_came_after_the_receipt_goes_too(base: Base) -> None:
+    for name in ("newer.py", "own.py"):
+        (base.root / "bin" / name).write_text("x")
+    stays = base.call("--check", "--scripts", "abi_check.py,newer.py")["stays"]
+    assert [row for row in stays if "bin/" in row] == [
+        f"{base.root}/bin/own.py, not known to kvhost"
+    ]
+
+
 def test_the_second_time_nothing_is_there_to_do(base: Base) -> None:
     base.call()
     before = base.left()

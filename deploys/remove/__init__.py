@@ -20,6 +20,7 @@ from kvhost.verdict_view import printable
 def argv(at: Visit, *more: str) -> tuple[str, ...]:
     """The script travels with the command: it removes the directory that it would lie in."""
     words = ("--base", at.paths.base_dir, "--tier", at.paths.tier_dir, "--user", at.user, *more)
+    words += ("--scripts", ",".join(path.name for path in sorted(ONHOST.glob("[a-z]*.py"))))
     words += ("--caches",) if at.settings.remove_cache else ()
     words += ("--models",) if at.settings.remove_models else ()
     text = (ONHOST / "uninstall.py").read_text()

@@ -131,6 +131,8 @@ class Host:
         ours |= set(KNOWN.get(folder, ()))
         if folder in ("bin", "lib"):  # before the first receipt all programs there are kvhost's
             ours |= {n for n in names if n == "__pycache__" or (not ours and n.endswith(".py"))}
+            # a newer version's, which release or storage brought without a receipt
+            ours |= set(self.args.scripts.split(","))
         return [self.path(folder, n) for n in names if n in ours]
 
     def to_remove(self) -> list[str]:
@@ -319,6 +321,7 @@ def main() -> int:
     parser.add_argument("--user", required=True, help="the service's user")
     parser.add_argument("--caches", action="store_true", help="the KV cache too")
     parser.add_argument("--models", action="store_true", help="the models too")
+    parser.add_argument("--scripts", default="", help="names of kvhost's programs, by commas")
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     try:
