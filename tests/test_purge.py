@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -183,6 +184,40 @@ def test_services_that_do_not_stop_keep_everything(base: Base) -> None:
     before = base.files()
     assert "nothing was removed" in base.call("remove", "--model", "llama", rc=1)
     assert base.files() == before
+
+
+@pytest.mark.parametrize(
+    ("what", "there"),
+    [
+        (("--model", "kvhost-builtin"), "/srv/llama, org/other"),
+        (("--namespace", "ns-" + "c" * 24), f"{NOW}, {OLD}"),
+    ],
+)
+def test_a_slip_of_the_pen_stops_no_service(base: Base, what: Any, there: str) -> None:
+    before = base.files()
+    assert f"there is: {there}" in base.call("remove", *what, rc=1)
+    assert base.files() == before and not (base.root / "calls").exists()
+
+
+def test_a_model_that_is_served_is_purged_from_memory_also_without_files(base: Base) -> None:
+    (base.root / "etc/runner.json").write_text(json.dumps({"argv": ["vllm", "/srv/fresh"]}))
+    assert base.call("remove", "--model", "fresh")["files"] == 0
+    assert "stop" in (base.root / "calls").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming a user needs root")
+def test_shared_memory_that_stays_is_said(base: Base) -> None:
+    name = f"lmcache_l1_pool_{base.root.name}"
+    described = json.loads((base.root / "etc/cache.json").read_text())
+    sweeping = [["/bin/true", "/bin/shm_sweep.py", name, "lmcache_kv_*"]]
+    (base.root / "etc/cache.json").write_text(json.dumps({**described, "before": sweeping}))
+    Path("/dev/shm", name).write_text("x")
+    try:
+        said = base.call("remove", "--model", "llama", "--user", "root", rc=1)
+        assert f"shared memory is left: {name}" in said
+    finally:
+        Path("/dev/shm", name).unlink()
+    base.call("remove", "--model", "org/other", "--user", "root")
 
 
 def test_a_link_in_the_place_of_a_namespace_is_not_followed(base: Base) -> None:

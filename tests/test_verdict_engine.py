@@ -76,7 +76,8 @@ def wait_for(pair: Pair, seconds: float = 240) -> None:
 
 def collect(pair: Pair, **changed: Any) -> list[Evidence]:
     state = pair.base / "state"
-    config = pair.config(**{"events": ["cache"], **changed})
+    # the runner is the same all the time: the requests of a set-up before this are no reason
+    config = pair.config(**{"events": ["cache"], "disrupt": True, **changed})
     (state / "config.json").write_text(json.dumps(config))
     argv = [sys.executable, str(REPO / "kvhost/onhost/evidence.py")]
     argv += ["--config", str(state / "config.json"), "--out", str(state / "out.json")]

@@ -218,9 +218,10 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         message = "the server does not answer, so there is nothing to test: bin/up mends it"
         host.log_styled(message, fg="red", log_func=logger.error)
         return False
-    # a test that is broken off leaves no old verdict standing
-    command = StringCommand(f"rm -f {run.paths.state}/verified.json {out}")
-    host.run_shell_command(command, **how)
+    # a test that is broken off leaves no old verdict standing; one that was never begun does
+    stands, before = f"{run.paths.state}/verified.json", f"{run.paths.state}/verified.before"
+    aside = f"rm -f {out}; if [ -e {stands} ]; then mv -f {stands} {before}; fi"
+    host.run_shell_command(StringCommand(aside), **how)
     host.put_file(StringIO(json.dumps(evidence_config(run, late), indent=1) + "\n"), config, **how)
     code = collect(host, run, config, out)
     if code == REBOOT:
@@ -246,14 +247,18 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         # nothing was measured: a table would be a list of what is missing
         Console(stderr=True).print(headline(run.host, verdict))
         logger.info(
-            f"    [{run.host}] the server is in use, and the test would restart it. What this run "
-            "changed is in force; only the test was left out. When it may be disturbed:\n"
+            f"    [{run.host}] the server is in use, and the test would restart it: it was left "
+            "out. What a run changed before is in force. When the server may be disturbed:\n"
             "        kvhost verify --disrupt      (or --data disrupt=true)"
         )
     if report.persisted != "FAIL" and any(evidence.refused for _, evidence in results):
         _not_measured.add(run.host)
     logger.info(f"    [{run.host}] report: {path}")
     tell_summary(run.host, persisted=report.persisted, time=report.time)
+    if code == IN_USE:
+        back = f"if [ -e {before} ]; then mv -f {before} {stands}; fi"
+        host.run_shell_command(StringCommand(back), **how)
+        return False
     known = {"receipt": digest, "persisted": report.persisted, "time": report.time}
     text = StringIO(json.dumps(known) + "\n")
     host.put_file(text, f"{run.paths.state}/verified.json", **how)

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
+#: the cache server's memory in /dev/shm, named for the installation (kvhost/services.py)
+POOL = "lmcache_l1_pool_"
 #: what is stopped, in this order; what starts again, in the other
 HOLDERS = ("runner", "cache")
 Data = dict[str, Any]
@@ -151,14 +153,19 @@ def running(args: argparse.Namespace) -> list[str]:
     return [name for name in HOLDERS if rows[name]["alive"] or rows[name]["state"] not in idle]
 
 
-def sweep(args: argparse.Namespace) -> None:
-    """/dev/shm, with the commands that run before each start, as the service's user."""
+def sweep(args: argparse.Namespace) -> list[str]:
+    """/dev/shm, with the commands that run before each start, as the service's user. What is of
+    this installation's own name and still there afterwards: shm_sweep.py never fails."""
+    left: set[str] = set()
     ids = ["--reuid", args.user, "--regid", args.user, "--init-groups", "--inh-caps=-all"]
     for name in HOLDERS:
         for argv in spec(args.base, name).get("before", []):
             if any(os.path.basename(word) == "shm_sweep.py" for word in argv):
                 prefix = ["setpriv", *ids] if os.geteuid() == 0 else []
                 subprocess.run([*prefix, *argv], check=True, stdout=sys.stderr)
+                # names with * may be other engines' of this user, which are in use
+                left |= {word for word in argv if word.startswith(POOL) and "*" not in word}
+    return sorted(name for name in left if os.path.lexists(f"/dev/shm/{name}"))
 
 
 def summary(rows: list[Row]) -> list[Data]:
@@ -189,11 +196,25 @@ def look(tier: Tier, args: argparse.Namespace) -> Data:
     }
 
 
+def known(args: argparse.Namespace, tier: Tier, opened: Any) -> None:
+    """Raises Trouble for a namespace or model of which nothing can be here: a slip of the pen must
+    stop no service. A tenant may be in memory alone, and its files say nothing about that."""
+    if args.namespace is not None and args.namespace not in opened:
+        there = ", ".join(sorted(opened)) or "none"
+        raise Trouble(f"no namespace {args.namespace} in {args.tier}; there is: {there}")
+    models = {row.model for row in tier.rows(opened) if row.model is not None}
+    served = spec(args.base, "runner").get("argv", [])  # its KV may be in memory alone
+    if args.model is not None and not any(is_model(one, args.model) for one in (*models, *served)):
+        there = ", ".join(sorted(models)) or "none"
+        raise Trouble(f"no KV of a model {args.model} in {args.tier}; there is: {there}")
+
+
 def remove(tier: Tier, args: argparse.Namespace) -> Data:
     """Stops what holds KV in memory, unlinks, sweeps, and starts again what ran."""
     stopped: list[str] = []
     opened = tier.namespaces()
     now = current(args.base)
+    known(args, tier, opened)
     # memory may hold what the tier no longer does: the files say nothing about that
     if args.namespace in (None, now):
         stopped = running(args)
@@ -209,13 +230,16 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
         if args.namespace is not None and args.namespace != now and args.namespace in opened:
             drop(tier, args.namespace, opened[args.namespace])
             del opened[args.namespace]
-        if args.namespace in (None, now):
-            sweep(args)
+        held = sweep(args) if args.namespace in (None, now) else []
         left = chosen(list(tier.rows(opened)), args)
     finally:
         failed = stopped and services(args, "start", *reversed(stopped)).returncode != 0
     if failed:
         raise Trouble(f"removed, but {', '.join(stopped)} did not start again (see above)")
+    if held:
+        raise Trouble(
+            f"the files are removed, and shared memory is left: {', '.join(held)} (above)"
+        )
     if left:
         raise Trouble(f"{len(left)} files are still there, {left[0].name} among them")
     return {
