@@ -171,6 +171,11 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
     }
 
 
+def runner_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
+    """Environment of vLLM, and of whoever reads its configuration: lib/ holds modules of kvhost."""
+    return {**service_env(settings, paths), "PYTHONPATH": paths.lib}
+
+
 def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict[str, Any]:
     """vLLM's options, for its YAML configuration (templates/vllm.yaml.j2)."""
     # vLLM's own check of the key leaves paths open that generate text
@@ -189,7 +194,8 @@ def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict
         "disable-uvicorn-access-log": True,
         "kv-transfer-config": {
             "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            # LMCache's, with one repair
+            "kv_connector_module_path": "kvhost_connector",
             "kv_role": "kv_both",
             # the default, "fail", turns a damaged file into a failed request
             "kv_load_failure_policy": "recompute",
@@ -297,7 +303,7 @@ def runner_service(
             *(f"{paths.current}/bin/vllm", "serve", "--config", copy),
             *settings.runner_extra_args,
         ),
-        env={**service_env(settings, paths), "PYTHONPATH": paths.lib},
+        env=runner_env(settings, paths),
         secret_env={"VLLM_API_KEY": api_key_path(paths)} if with_key else {},
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
         copies=((config, copy),),
@@ -306,6 +312,7 @@ def runner_service(
         watch=(
             *(paths.current, config, f"{paths.etc}/model-digest"),
             f"{paths.lib}/kvhost_guard.py",
+            f"{paths.lib}/kvhost_connector.py",
         ),
         after=("cache",),
         ready=ready_argv(settings, paths, with_key=with_key),

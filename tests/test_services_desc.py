@@ -128,8 +128,8 @@ def test_the_runners_arguments() -> None:
         f"{BASE}/current/bin/vllm", "serve", "--config", copy, "--max-num-seqs", "4",
     )  # fmt: skip
     # another model, another configuration, another environment: each restarts it
-    guard = f"{BASE}/lib/kvhost_guard.py"
-    assert set(runner.watch) == {f"{BASE}/current", config, f"{BASE}/etc/model-digest", guard}
+    modules = {f"{BASE}/lib/kvhost_guard.py", f"{BASE}/lib/kvhost_connector.py"}
+    assert set(runner.watch) == {f"{BASE}/current", config, f"{BASE}/etc/model-digest", *modules}
     assert described()["cache"].watch == (f"{BASE}/current",)
 
 

@@ -20,7 +20,7 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_files
 from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
-from kvhost.services import NAMESPACE_FILE, TIER_MARKER, service_env
+from kvhost.services import NAMESPACE_FILE, TIER_MARKER, runner_env
 
 
 @operation()
@@ -44,7 +44,7 @@ def resolve(run: Run) -> Commands:
     )
     ask = as_service(
         run.user,
-        service_env(run.settings, run.paths),
+        runner_env(run.settings, run.paths),
         (
             f"{run.env_dir}/bin/python", run.script("resolve"),
             "--config", config, "--out", "-", "--cache-args", json.dumps(cache_arguments(run)),

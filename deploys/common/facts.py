@@ -22,12 +22,13 @@ ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
 #: what looks at drives: report_drives.py and its siblings
 DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
                  "drive_sys.py", "drive_journal.py")  # fmt: skip
-GUARD = ONHOST / "kvhost_guard.py"
+#: what vLLM loads as a module: they lie in lib/ on the host
+LIBRARY = (ONHOST / "kvhost_guard.py", ONHOST / "kvhost_connector.py")
 
 
 def scripts() -> list[Path]:
     """The scripts that lie in bin/ on the host."""
-    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path != GUARD)
+    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path not in LIBRARY)
 
 
 _FAILED = "KVHOST-EXIT:"

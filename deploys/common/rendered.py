@@ -10,7 +10,7 @@ from pyinfra import host
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import GUARD, CommandJson, JsonFile, scripts
+from deploys.common.facts import LIBRARY, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace, input_digest, namespace_of
@@ -58,7 +58,7 @@ def services_of(run: Run) -> tuple[Service, ...]:
 def own_scripts(run: Run) -> dict[str, str]:
     """Path on the host -> content of kvhost's own programs there."""
     here = dict.fromkeys(scripts(), run.paths.bin)
-    here[GUARD] = run.paths.lib
+    here.update(dict.fromkeys(LIBRARY, run.paths.lib))
     return {f"{folder}/{path.name}": path.read_text() for path, folder in here.items()}
 
 

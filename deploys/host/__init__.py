@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploys.common.context import Run
-from deploys.common.facts import GUARD, scripts
+from deploys.common.facts import LIBRARY, scripts
 from deploys.common.operations import Directory, TextFile, directories, text_files
 from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
@@ -44,7 +44,7 @@ def deploy(run: Run) -> None:
         name="host: scripts",
         wanted=[
             *(TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
-            TextFile(f"{run.paths.lib}/{GUARD.name}", GUARD.read_text()),
+            *(TextFile(f"{run.paths.lib}/{p.name}", p.read_text()) for p in LIBRARY),
         ],
     )
     own_directories(name="host: directories in the service's home", run=run, paths=inside_home(run))
