@@ -391,6 +391,17 @@ def test_it_is_not_back_before_the_gap_is_over(box: Box) -> None:
     assert box.record()["started_unix"] - ended > 1.4
 
 
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+def test_a_clock_that_jumped_does_not_change_the_gap(box: Box, jump_s: float) -> None:
+    box.end(box.spec(min_gap_s=1.5).up())
+    record = box.record()
+    record["ended_unix"] += jump_s
+    (box.root / "run/svc.json").write_text(json.dumps(record))
+    began = time.monotonic()
+    box.up()
+    assert 1 < time.monotonic() - began < 10
+
+
 def test_an_unusable_spec_says_everything_that_is_wrong(box: Box) -> None:
     box.spec_path.write_text('{"service": "svc", "argv": "x"}')
     assert box.start().wait(10) == 78

@@ -47,6 +47,19 @@ def test_oldest_files_go_until_the_low_watermark(tier: Path) -> None:
     assert status["namespaces"] == {"ns-aa": {"files": 10, "bytes": 10 * 64 * KIB}}
 
 
+@pytest.mark.parametrize("jump_s", [-400 * HOUR, 400 * HOUR])
+def test_a_clock_that_jumped_costs_the_order_and_never_the_limit(tier: Path, jump_s: float) -> None:
+    """Times of files are all that a jump moves: here all but two are of another clock."""
+    before = [put(tier, "ns-aa", f"{i:02x}", age_s=jump_s + HOUR - 10 * i) for i in range(18)]
+    since = [put(tier, "ns-aa", name, age_s=1) for name in ("f0", "f1")]
+    status = once(tier, 20 * 64 * KIB, "--high", "0.9", "--low", "0.5")
+    assert usage(tier) == status["usage_bytes"] == 10 * 64 * KIB
+    if jump_s < 0:  # files of the future count as used last: those of now go first
+        assert [f.exists() for f in (*since, *before)] == [False] * 10 + [True] * 10
+    else:
+        assert [f.exists() for f in (*before, *since)] == [False] * 10 + [True] * 10
+
+
 def test_at_the_high_watermark_nothing_goes(tier: Path) -> None:
     for i in range(9):
         put(tier, "ns-aa", f"{i:02x}")

@@ -94,6 +94,19 @@ def test_the_cache_server_is_killed_and_requests_go_on(site: Site) -> None:
     assert site.ask(101)["text"] == first["text"]
 
 
+def test_the_cache_server_is_killed_during_a_prefill(site: Site) -> None:
+    before, files = pids(site), len(site.chunks())
+    asked = in_background(site, 140, tokens=8100)
+    until(lambda: len(site.chunks()) > files, 60, "the first tokens are stored")
+    site.kill("cache")
+    got = answer(asked, 90)
+    print(f"killed during a prefill: {got['seconds']} s")
+    assert got["status"] == 200, got
+    until(lambda: site.good() and pids(site)["cache"] != before["cache"], 90, "the cache server")
+    assert pids(site)["runner"] == before["runner"]
+    until(lambda: is_registered(site), 60, "vLLM registers again")
+
+
 def is_registered(site: Site) -> bool:
     said = site.host.root("curl", "-s", "http://127.0.0.1:8085/status", ok=False)
     return '"registered_' in said and any(
