@@ -112,6 +112,18 @@ class Site:
                               text=True, check=True, timeout=400)  # fmt: skip
         return dict(json.loads(done.stdout))
 
+    def served_from_l2_after_a_reboot(self, seed: int) -> None:
+        """Asserts it of a new prompt, and that one which was not asked before misses."""
+        before = self.ask(seed)
+        assert (before["status"], before["cached"]) == (200, 0), before
+        assert self.settled() >= 8  # 2,100 tokens in chunks of 256
+        self.host.reboot()
+        self.wait_good()
+        after, control = self.ask(seed), self.ask(seed + 1)
+        assert (after["status"], after["text"]) == (200, before["text"]), after
+        assert after["cached"] >= 2048, after
+        assert (control["status"], control["cached"]) == (200, 0), control
+
     def services(self, *words: str) -> str:
         argv = ("python3", f"{BASE}/bin/services.py", "--base", BASE, "--user", "kvhost", *words)
         return self.host.root(*argv, ok=False, timeout=600)

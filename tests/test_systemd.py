@@ -67,16 +67,7 @@ def test_the_engine_runs_in_its_sandbox(up: Site) -> None:
 
 
 def test_a_reboot_and_the_prompt_of_before_comes_from_l2(up: Site) -> None:
-    before = up.ask(seed=1)
-    assert (before["status"], before["cached"]) == (200, 0)
-    assert up.settled() >= 8  # 2,100 tokens in chunks of 256
-    up.host.reboot()
-    up.wait_good()
-    after, control = up.ask(seed=1), up.ask(seed=2)
-    assert after["status"] == 200
-    assert after["cached"] >= 2048
-    assert after["text"] == before["text"]
-    assert (control["status"], control["cached"]) == (200, 0)
+    up.served_from_l2_after_a_reboot(seed=1)
 
 
 def test_after_the_reboot_nothing_is_to_be_done(up: Site) -> None:

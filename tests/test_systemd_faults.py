@@ -68,6 +68,10 @@ def new_files(site: Site, seed: int) -> tuple[dict[str, Any], list[str]]:
     return got, sorted(set(site.chunks()) - before)
 
 
+def test_the_host_is_rebooted(site: Site) -> None:
+    site.served_from_l2_after_a_reboot(seed=150)
+
+
 def test_the_runner_is_killed(site: Site) -> None:
     first, _ = new_files(site, 100)
     before = pids(site)
