@@ -115,19 +115,3 @@ def test_a_broken_setting_is_refused_before_the_service_is_touched(up: Site) -> 
     assert "nonsense" in broken.text
     assert {name: row["pid"] for name, row in up.rows().items()} == pids
     assert up.ask(seed=2)["status"] == 200
-
-
-def test_remove_takes_away_what_is_kvhosts_and_leaves_the_cache(up: Site) -> None:
-    host, chunks = up.host, up.chunks()
-    for bound in ("envs", "tools"):  # the lab's, read-only; on a real host they are directories
-        host.root("umount", "--lazy", f"{BASE}/{bound}")
-    done = up.pyinfra("remove.py", "-y")
-    assert done.code == 0, done.text[-4000:]
-    assert host.root("sh", "-c", "ls -d /etc/systemd/system/kvhost-* 2>/dev/null", ok=False) == ""
-    assert "kvhost" not in host.root("systemctl", "list-units", "--all", "--plain", "kvhost-*")
-    assert "kvhost" not in host.root("nft", "list", "tables")
-    assert "vllm" not in host.root("ps", "axww", "-o", "args").lower()
-    assert set(host.root("ls", BASE).split()) <= {"models", "state"}
-    assert up.chunks() == chunks != []
-    again = up.pyinfra("remove.py", "-y")
-    assert (again.code, again.changed()) == (0, [])

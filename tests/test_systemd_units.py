@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvhost.services import api_key_path, unit_file
 from kvhost.units import TRIES
+from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab, until
 from tests.lab.nspawn_engine import engine_binds
 from tests.systemd_tools import KEY, ORDER, Units
@@ -326,3 +331,32 @@ def test_uninstall_takes_away_its_own_and_leaves_drop_ins(units: Units, host: Ho
     assert host.root("sh", "-c", "pgrep -u kvhost || true") == ""
     assert "kvhost" not in host.root("nft", "list", "ruleset")
     host.root("rm", "-r", folder)
+
+
+def test_remove_over_ssh_takes_units_and_files_and_leaves_the_cache(
+    units: Units, tmp_path: Path
+) -> None:
+    """`pyinfra remove.py` as a user with sudo; the last test: nothing of kvhost is left."""
+    host, base = units.host, units.base
+    assert units.good()
+    host.write(f"{units.namespace}/chunk.data", "of somebody's prompt")
+    receipt = {"files": {f"{PLACE}/{unit_file(name)}": "" for name in ORDER}}
+    host.write(f"{base}/state/receipt.json", json.dumps(receipt))
+    host.write(f"{base}/state/run.lock.guard", "")
+    copy, inventory = make_site(tmp_path / "controller"), host.lab.inventory(tmp_path / "hosts.py")
+    pyinfra = str(Path(sys.executable).with_name("pyinfra"))
+    argv = host.lab.argv(pyinfra, str(inventory), "remove.py", "-y")
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
+    for changes in (True, False):
+        done = subprocess.run(
+            argv, cwd=copy.repo, env={**keep, "HOME": str(copy.home)}, text=True, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]
+        assert bool(Done(0, done.stdout).changed()) == changes
+    assert host.root("find", PLACE, "-name", "kvhost*") == ""  # nor what enabled them
+    assert host.root("systemctl", "list-units", "--all", "--no-legend", "kvhost-*") == ""
+    assert "kvhost" not in host.root("nft", "list", "ruleset")
+    assert host.root("sh", "-c", "pgrep -u kvhost || true") == ""
+    assert host.root("ls", base).split() == ["state", "tier"]
+    assert host.read(f"{units.namespace}/chunk.data") == "of somebody's prompt"
