@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from kvhost.onhost import drive_mount
 from tests.drive_runs import here, run
+from tests.drive_tools import ONHOST
 from tests.lab.loop import MIB, Loop, Loops, digest
 
 pytestmark = [
@@ -55,6 +57,25 @@ def settings(name: str, loop: Loop, **more: Any) -> dict[str, Any]:
     )
 
 
+def spoil_scripts(where: Path) -> None:
+    (where / "drive_sys.py").write_text("noise")
+    (where / "drive_fs.py").chmod(0o777)
+    os.chown(where / "drive_gpt.py", 65534, 65534)
+    (where / "drive_probe.py").unlink()
+    (where / "drive_mount.py").rename(where / "elsewhere")
+    (where / "drive_mount.py").symlink_to("elsewhere")
+
+
+def assert_scripts_are_whole(where: Path) -> None:
+    spoilt = ("drive_sys.py", "drive_fs.py", "drive_gpt.py", "drive_probe.py", "drive_mount.py")
+    for there in [where / name for name in spoilt]:
+        st = there.lstat()
+        found = (stat.S_ISREG(st.st_mode), oct(stat.S_IMODE(st.st_mode)), st.st_uid, st.st_gid)
+        assert found == (True, "0o755", 0, 0), there
+        assert there.read_bytes() == (ONHOST / there.name).read_bytes(), there
+    assert not (where.parent / "state/scripts.tar").exists()
+
+
 def test_one_is_formatted_one_refused_and_all_of_it_given_back(
     loops: Loops, tmp_path: Path
 ) -> None:
@@ -76,8 +97,10 @@ def test_one_is_formatted_one_refused_and_all_of_it_given_back(
     assert grown.code == 0 and grown.changed() == [], grown.text
 
     (TOP / "a/drive/tier/file").write_text("KV")
+    spoil_scripts(TOP / "a/bin")
     back = run(tmp_path, "release.py", one)
-    assert back.code == 0, back.text
+    assert back.code == 0 and "host: scripts" in back.changed(), back.text
+    assert_scripts_are_whole(TOP / "a/bin")
     assert not (TOP / "a/drive").exists()
     assert "x-kvhost" not in Path("/etc/fstab").read_text()
     token = re.search(r"drive_erase = '(erase-[0-9a-f]{32})'", back.text)

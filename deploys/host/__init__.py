@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deploys.common.context import Run
 from deploys.common.facts import LIBRARY, scripts
-from deploys.common.operations import Directory, TextFile, directories, text_files
+from deploys.common.operations import Directory, TextFile, directories, many_root_files
 from deploys.common.own import own_directories
 from deploys.host.operations import debian_packages, service_user
 from kvhost.packages import drive_packages, needed_packages
@@ -40,11 +40,12 @@ def deploy(run: Run) -> None:
     )
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
-    text_files(
+    many_root_files(
         name="host: scripts",
         wanted=[
             *(TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
             *(TextFile(f"{run.paths.lib}/{p.name}", p.read_text()) for p in LIBRARY),
         ],
+        passing=f"{run.paths.state}/scripts.tar",
     )
     own_directories(name="host: directories in the service's home", run=run, paths=inside_home(run))
