@@ -68,7 +68,7 @@ def wrong(machine: Machine) -> Any:
 def reboot(machine: Machine) -> None:
     """sshd answers before a drive with nofail is mounted: for that it is waited."""
     machine.reboot()
-    waiting = f"timeout 100 sh -c 'until mountpoint -q {MOUNT}; do sleep 1; done'"
+    waiting = f"timeout 200 sh -c 'until mountpoint -q {MOUNT}; do sleep 1; done'"
     if machine.ssh(waiting, check=False).returncode:
         state = machine.ssh("cat /proc/mdstat /etc/fstab /etc/crypttab; lsblk -f; journalctl -b "
                             "--no-pager -p warning | tail -30", check=False)  # fmt: skip

@@ -279,7 +279,10 @@ def read_json(path: str) -> Any:
 
 def fstab_line(order: Data, there: dict[str, str]) -> str:
     kind = there["TYPE"]
-    return drive_fstab.entry_for(there["UUID"], order["mount"], kind, drive_fs.OPTIONS[kind])
+    layers = bool(order.get("encrypt")) or len(drive_volume.members_of(order)) > 1
+    timeout_s = drive_layers.DEVICE_TIMEOUT_S if layers else drive_fstab.DEVICE_TIMEOUT_S
+    options = drive_fs.OPTIONS[kind]
+    return drive_fstab.entry_for(there["UUID"], order["mount"], kind, options, timeout_s)
 
 
 def wanted_options(order: Data) -> set[str]:

@@ -29,7 +29,8 @@ __all__ = ["Entry", "entry_for", "install", "read", "with_entry", "without_ours"
 
 OURS = "x-kvhost"
 #: after this what needs the drive fails; the boot itself waits for none of it (nofail)
-DEVICE_TIMEOUT = "x-systemd.device-timeout=60s"
+#: how long systemd waits for the device at boot, in seconds; what comes later it does not mount
+DEVICE_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ def _uuid(source: str) -> str | None:
     return None
 
 
-def entry_for(uuid: str, target: str, filesystem: str, options: str) -> str:
-    more = f"{options},nofail,{DEVICE_TIMEOUT},{OURS}"
+def entry_for(
+    uuid: str, target: str, filesystem: str, options: str, timeout_s: int = DEVICE_TIMEOUT_S
+) -> str:
+    more = f"{options},nofail,x-systemd.device-timeout={timeout_s}s,{OURS}"
     return f"UUID={uuid} {escape(target)} {filesystem} {more} 0 0"
 
 

@@ -37,6 +37,9 @@ ARRAY = f"/dev/md/{NAME}"
 CRYPTTAB = "/etc/crypttab"
 KEY_BYTES = 64
 STOP_TRIES = 8
+#: seconds: an array is put together, a mapping opened, one after the other, before the filesystem
+#: shows; the boot does not wait for it (nofail)
+DEVICE_TIMEOUT_S = 180
 
 
 def plain(uuid: str | None) -> str:
@@ -193,7 +196,7 @@ class Layers:
         there. Raises Refused if the name is somebody else's, RuntimeError, OSError."""
         slaves = os.listdir(f"/sys/dev/block/{numbers}/slaves")
         uuid = blkid(f"/dev/{slaves[0]}")["UUID"]
-        more = "luks,nofail,discard,x-systemd.device-timeout=60s"
+        more = f"luks,nofail,discard,x-systemd.device-timeout={DEVICE_TIMEOUT_S}s"
         line = f"{NAME} UUID={uuid} {self.key} {more}"
         lines = _crypttab_lines()
         for other in lines:
