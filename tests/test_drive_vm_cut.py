@@ -1,14 +1,18 @@
 """The power is cut at every step of formatting and mounting; the next run completes.
 
 The emulator is killed while the script stands still at the step, with all that the guest had not
-written yet. Then the machine is switched on again, and a new plan and order are made from what it
-reports, as another run of kvhost would.
+written yet; up to the line in fstab several drives stand at a step each in one cut. Then the host
+is switched on again, and a new plan and order are made from what it reports, as another run of
+kvhost would.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +25,7 @@ from kvhost.drive_order import drive_order
 from kvhost.onhost.drive_apply import STEPS
 from kvhost.report import parse_drives
 from kvhost.settings import Settings
-from tests.lab.qemu import SLOTS, Drive, Machine
+from tests.lab.qemu import Drive, Machine
 from tests.lab.recipe import LabError
 from tests.lab.vm import Lab, settle
 
@@ -31,9 +35,12 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the test hosts need root"),
 ]
 SCRIPTS = sorted((Path(__file__).parents[1] / "kvhost/onhost").glob("*drive*.py"))
-MOUNT, STATE = "/srv/drive", "/srv/state"
+MOUNT = "/srv/drive"
 # a blank drive is not erased; test_drive_apply.py kills the steps of erasing
 CUT = [step for step in STEPS if step not in ("erase", "cleared")]
+#: before the line in fstab, of which there is one, drives know nothing of each other
+EARLY, LATE = CUT[: CUT.index("fstab")], CUT[CUT.index("fstab") :]
+TOGETHER = [EARLY[at : at + 5] for at in range(0, len(EARLY), 5)] + [[step] for step in LATE]
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +49,31 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def host(lab: Lab) -> Machine:
-    machine = lab.host("cut")
-    machine.ssh(f"mkdir -p /srv/onhost {STATE} && useradd -r kvhost")
-    for script in SCRIPTS:
-        machine.put(script.read_text(), f"/srv/onhost/{script.name}")
-    machine.ssh("sync")
-    return machine
+def new_host(lab: Lab, steps: list[str]) -> tuple[Machine, dict[str, Drive]]:
+    """A host with the scripts and one blank drive for each step."""
+    drives = {step: lab.drive(f"CUT{step.upper()}", "384M") for step in steps}
+    machine = lab.host(f"cut-{steps[0]}", list(drives.values()))
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for script in SCRIPTS:
+            archive.add(script, f"srv/onhost/{script.name}")
+    machine.put(base64.b64encode(packed.getvalue()).decode(), "/root/scripts")
+    states = " ".join(state_of(step) for step in steps)
+    machine.ssh(
+        "base64 -d /root/scripts | tar -xz --no-same-owner -C /"
+        f" && mkdir -p {states} && useradd -r kvhost && sync"
+    )
+    return machine, drives
 
 
-def planned(machine: Machine, serial: str) -> dict[str, Any]:
+def state_of(step: str) -> str:
+    return f"/srv/state/{step}"
+
+
+def planned(machine: Machine, serial: str, state: str) -> dict[str, Any]:
     """The order that a plan made now would hand on."""
-    code = "import json, sys; sys.path.insert(0, '/srv/onhost'); import report_drives; "
-    code += f"print(json.dumps(report_drives.drives('{MOUNT}', '{STATE}')))"
-    report = parse_drives(machine.ssh(f'python3 -c "{code}"').stdout)
+    words = f"/srv/onhost/report_drives.py --mount {MOUNT} --state {state}"
+    report = parse_drives(machine.ssh(f"python3 {words}").stdout)
     settings = Settings(
         drive_serial=serial, drive_mount=MOUNT, cache_limit_gib=0.05, free_floor_gib=0.01
     )
@@ -65,57 +82,68 @@ def planned(machine: Machine, serial: str) -> dict[str, Any]:
     return drive_order(settings, found.claimed)
 
 
-def apply(machine: Machine, order: dict[str, Any], stop: str = "") -> dict[str, Any]:
-    """The answer of drive_apply.py; {} when it was stopped at a step instead."""
-    machine.put(json.dumps(order), "/srv/order.json")
-    line = f"KVHOST_TEST_DRIVE_STOP={stop} python3 /srv/onhost/drive_apply.py apply"
-    line += f" --order /srv/order.json --state {STATE}"
-    if not stop:
-        done = machine.ssh(line, check=False)
-        assert done.stdout, done.stderr
-        return {**json.loads(done.stdout.splitlines()[-1]), "exit": done.returncode}
-    machine.ssh(f"({line} > /srv/answer 2> /srv/said &) ")
-    for _ in range(240):
-        # it stops itself: T in the third field of its stat
-        stopped = machine.ssh("ps -eo stat,args | grep -c '^T.*[d]rive_apply'", check=False)
-        if stopped.stdout.strip() == "1":
-            return {}
-        answer = machine.ssh("cat /srv/answer").stdout
+def command(machine: Machine, order: dict[str, Any], state: str) -> str:
+    machine.put(json.dumps(order), f"{state}/order.json")
+    return f"python3 /srv/onhost/drive_apply.py apply --order {state}/order.json --state {state}"
+
+
+def apply(machine: Machine, order: dict[str, Any], state: str) -> dict[str, Any]:
+    """The answer of drive_apply.py, with its exit code."""
+    done = machine.ssh(command(machine, order, state), check=False)
+    assert done.stdout, done.stderr
+    return {**json.loads(done.stdout.splitlines()[-1]), "exit": done.returncode}
+
+
+def stand_still(machine: Machine, order: dict[str, Any], state: str, step: str) -> None:
+    """Runs it until it has stopped itself at the step. Raises LabError if it does not."""
+    line = f"KVHOST_TEST_DRIVE_STOP={step}:pause {command(machine, order, state)}"
+    machine.ssh(f"({line} > {state}/answer 2> {state}/said &) ")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        # T in the third field of its stat
+        ps = f"ps -eo stat,args | grep -c '^T.*[d]rive_apply.*{state}$'; cat {state}/answer"
+        stopped, *answer = machine.ssh(ps).stdout.splitlines()
+        if stopped == "1":
+            return
         if answer:
-            raise LabError(f"it did not stop at {stop}: {answer}")
+            raise LabError(f"it did not stop at {step}: {answer}")
         time.sleep(0.25)
-    raise LabError(f"it did not come to {stop}: {machine.ssh('cat /srv/said').stdout}")
+    raise LabError(f"it did not come to {step}: {machine.ssh(f'cat {state}/said').stdout}")
 
 
 def release(machine: Machine) -> None:
-    """Forgets the drive of the step before, so that the next one is a first one."""
+    """Gives the place at MOUNT to the next drive."""
     machine.ssh(
         f"umount {MOUNT}; sed -i '\\#{MOUNT}#d' /etc/fstab; systemctl daemon-reload;"
-        f" rm -rf {STATE}; mkdir {STATE}; chattr -i {MOUNT}; rmdir {MOUNT}; sync",
+        f" chattr -i {MOUNT}; rmdir {MOUNT}",
         check=False,
     )
 
 
-@pytest.mark.parametrize("step", CUT)
-def test_the_next_run_completes(lab: Lab, host: Machine, step: str) -> None:
-    drive = Drive(f"CUT{step.upper()}", lab.folder / f"cut-{step}.raw", "384M")
-    release(host)
-    if len(host.slots) < SLOTS:
-        host.plug(len(host.slots), drive)  # it saves a boot; those of the steps before stay
-    else:
-        host.rewire({0: drive.create()})
-    settle(host)
-    apply(host, planned(host, drive.serial), f"{step}:pause")
+@pytest.mark.parametrize("steps", TOGETHER, ids=",".join)
+def test_the_next_run_completes(lab: Lab, steps: list[str]) -> None:
+    host, drives = new_host(lab, steps)
+    orders = {step: planned(host, drives[step].serial, state_of(step)) for step in steps}
+    for step in steps:
+        stand_still(host, orders[step], state_of(step), step)
     host.kill()
     host.start()
     host.wait()
     settle(host)
-    told = apply(host, planned(host, drive.serial))
-    assert told["exit"] == 0 and told["status"] == "done", told
+    for step in steps:
+        completes(host, drives[step].serial, step)
+        release(host)
+    host.stop()
+
+
+def completes(host: Machine, serial: str, step: str) -> None:
+    state = state_of(step)
+    told = apply(host, planned(host, serial, state), state)
+    assert told["exit"] == 0 and told["status"] == "done", (step, told)
     source = host.ssh(f"findmnt -no SOURCE,FSTYPE --mountpoint {MOUNT}").stdout.split()
-    assert source == [f"/dev/{host.names()[drive.serial]}p1", "xfs"]
+    assert source == [f"/dev/{host.names()[serial]}p1", "xfs"], step
     marker = json.loads(host.ssh(f"cat {MOUNT}/.kvhost-drive.json").stdout)
-    assert marker["uuid"] == told["uuid"]
+    assert marker["uuid"] == told["uuid"], step
     host.ssh(f"test -d {MOUNT}/tier && grep -c {MOUNT} /etc/fstab | grep -qx 1")
-    again = apply(host, planned(host, drive.serial))
-    assert (again["exit"], again["changed"]) == (0, []), again
+    again = apply(host, planned(host, serial, state), state)
+    assert (again["exit"], again["changed"]) == (0, []), (step, again)
