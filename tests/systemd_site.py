@@ -145,8 +145,8 @@ class Site:
 
     def chunks(self) -> list[str]:
         """Whole files of the KV cache, oldest first."""
-        found = self.host.root("sh", "-c", f"ls -tr {self.namespace()} | grep -v '[.]tmp'")
-        return found.split()
+        names = self.host.root("ls", "-tr", self.namespace()).split()
+        return [name for name in names if ".tmp" not in name]
 
     def settled(self, seconds: float = 60) -> int:
         """Number of files in L2 once none has been added for two seconds."""
