@@ -469,7 +469,7 @@ def test_files_of_a_test_that_lives_are_left_where_they_are(host: Host) -> None:
         ),
         ("cache", {"not_registered": True}, "FAIL", "not-registered-again"),
         ("cache", {"metrics": {"num_gpu_blocks": "x"}}, "INCONCLUSIVE", "engine-not-emptied"),
-        ("kill", {}, "INCONCLUSIVE", "kill-too-late"),
+        ("kill", {"at_once": True}, "INCONCLUSIVE", "kill-too-late"),
         ("other", {}, "INCONCLUSIVE", "second-pair-missing"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else value,

@@ -107,14 +107,19 @@ class Cache:
                 time.sleep(0.01)
                 continue
             mode = read("mode.json")
-            key, kv = self.pending.pop(0)
-            path = self.folder() / f"{key}.data"
-            if mode.get("l2") == "" or path.exists():
-                continue
-            time.sleep(mode.get("write_delay", 0))
-            path.parent.mkdir(exist_ok=True)
-            path.with_suffix(".tmp").write_bytes((kv * (FILE_BYTES // 64)).encode())
-            path.with_suffix(".tmp").replace(path)
+            # all that a request stored appear as good as together, or one after the other
+            batch = [self.pending.pop(0) for _ in self.pending[:]] if mode.get("at_once") else []
+            done = []
+            for key, kv in batch or [self.pending.pop(0)]:
+                path = self.folder() / f"{key}.data"
+                if mode.get("l2") == "" or path.exists():
+                    continue
+                time.sleep(mode.get("write_delay", 0))
+                path.parent.mkdir(exist_ok=True)
+                path.with_suffix(".tmp").write_bytes((kv * (FILE_BYTES // 64)).encode())
+                done.append(path)
+            for path in done:
+                path.with_suffix(".tmp").replace(path)
 
     def page(self) -> str:
         active = 0 if read("mode.json").get("l2") == "" else 1
