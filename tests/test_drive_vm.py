@@ -57,6 +57,7 @@ class TestOneDriveForLong:
         assert mounted_from(story.host) == "KVBLANK", ran.text
         assert story.untouched()
 
+    @pytest.mark.full
     def test_names_swapped_across_a_power_cut_and_a_second_run(self, story: Story) -> None:
         story.host.ssh(f"echo kept > {MOUNT}/kept && sync")
         before, fstab = story.host.names(), story.host.ssh("cat /etc/fstab").stdout
@@ -74,6 +75,7 @@ class TestOneDriveForLong:
         assert story.host.ssh("cat /etc/fstab").stdout == fstab
         assert story.untouched()
 
+    @pytest.mark.full
     def test_the_drive_is_pulled(self, story: Story) -> None:
         letters = story.others[0]
         story.host.rewire({0: letters})
