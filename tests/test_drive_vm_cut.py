@@ -98,7 +98,7 @@ def stand_still(machine: Machine, order: dict[str, Any], state: str, step: str) 
     """Runs it until it has stopped itself at the step. Raises LabError if it does not."""
     line = f"KVHOST_TEST_DRIVE_STOP={step}:pause {command(machine, order, state)}"
     machine.ssh(f"({line} > {state}/answer 2> {state}/said &) ")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300  # every byte is read, by an emulated processor
     while time.monotonic() < deadline:
         # T in the third field of its stat
         ps = f"ps -eo stat,args | grep -c '^T.*[d]rive_apply.*{state}$'; cat {state}/answer"
