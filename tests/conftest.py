@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     here.remove()
     yield here
     here.remove()
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest) -> Path:
+    """An environment with the engine: a given one, or that of the end-to-end tests."""
+    given = os.environ.get("KVHOST_TEST_ENGINE")
+    if given:
+        return Path(given)
+    site: Site = request.getfixturevalue("site")
+    if not (site.base / "current").exists():
+        done = site.up(verify="never")
+        assert done.code == 0, done.text[-4000:]
+    return (site.base / "current").resolve()

@@ -22,7 +22,7 @@ from kvhost.onhost.ready import registered
 from kvhost.second_pair import second_pair
 from kvhost.services import vllm_config
 from kvhost.verdict import judge
-from tests.e2e_tools import BASE, Site
+from tests.e2e_tools import BASE
 from tests.engine_pair import NAMESPACE, REPO, Json, Pair, restart
 from tests.engine_setups import SETUPS, TMPFS, Beside, Broken, get
 
@@ -31,23 +31,11 @@ full = pytest.mark.full
 BLOCKS = 64  # of 128 tokens: the prompts of one test fit, and little more
 
 
-def engine_env(request: pytest.FixtureRequest) -> Path:
-    """An environment with the engine: a given one, or that of the end-to-end tests."""
-    given = os.environ.get("KVHOST_TEST_ENGINE")
-    if given:
-        return Path(given)
-    site: Site = request.getfixturevalue("site")
-    if not (site.base / "current").exists():
-        done = site.up(verify="never")
-        assert done.code == 0, done.text[-4000:]
-    return (site.base / "current").resolve()
-
-
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(engine: Path) -> Iterator[Pair]:
     base = Path(f"{BASE}-verdict")
     subprocess.run(["rm", "-rf", str(base)], check=True)
-    one = Pair(base, engine_env(request))
+    one = Pair(base, engine)
     one.make()
     config = vllm_config(one.settings, one.paths, with_key=False)
     one.configure({**config, "num-gpu-blocks-override": BLOCKS, "max-model-len": 4096})

@@ -15,23 +15,10 @@ import pytest
 from kvhost import reports
 from kvhost.onhost import model_builtin
 from tests import foreign_engine
-from tests.e2e_tools import Site, free_ports
+from tests.e2e_tools import free_ports
 
 pytestmark = [pytest.mark.verdict, pytest.mark.engine, pytest.mark.full]
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest) -> Path:
-    """An environment with the engine: a given one, or that of the end-to-end tests."""
-    given = os.environ.get("KVHOST_TEST_ENGINE")
-    if given:
-        return Path(given)
-    site: Site = request.getfixturevalue("site")
-    if not (site.base / "current").exists():
-        done = site.up(verify="never")
-        assert done.code == 0, done.text[-4000:]
-    return (site.base / "current").resolve()
 
 
 @pytest.fixture(scope="module")
