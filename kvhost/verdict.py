@@ -19,6 +19,7 @@ from kvhost import verdict_looks as look
 from kvhost.evidence_model import EVENTS, Event, Evidence
 from kvhost.verdict_causes import likely_causes
 from kvhost.verdict_facts import Facts
+from kvhost.verdict_rules import ask
 from kvhost.verdict_types import Condition, Persisted, Thresholds, Verdict, Weight
 
 _EVERY = frozenset(EVENTS)
@@ -172,20 +173,8 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
     """The verdict on one run of the test. Pure: no clock, no files, no network."""
     limits = thresholds or Thresholds()
     facts = Facts(evidence)
-    found: list[Condition] = []
     rules = tuple(rule for rule in RULES if rule.asked(evidence))
-    for rule in rules:
-        figure, threshold, met = rule.look(facts, limits)
-        found.append(
-            Condition(
-                id=rule.id,
-                question=rule.question,
-                figure=figure,
-                threshold=threshold,
-                met=met,
-                weight=rule.weight,
-            )
-        )
+    found = ask(rules, facts, limits)
     persisted = _persisted(rules, found)
     causes = [] if persisted == "PASS" else likely_causes(facts, found)
     cold, control, restored = (_ttft(facts, role) for role in ("cold", "control", "restored"))

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvhost.verdict_facts import AFTER, BEFORE, Facts
+from kvhost.verdict_rules import fitting
 from kvhost.verdict_types import Cause, Condition
 
 Met = dict[str, bool | None]
-PAGE = "docs/troubleshooting.md"
 #: What vLLM and LMCache log when they go on without compiled operations
 NOT_COMPILED = ("Failed to import from vllm._C", "No compute backend loaded")
 
@@ -415,9 +415,4 @@ TABLE: tuple[Row, ...] = (
 
 def likely_causes(facts: Facts, conditions: list[Condition]) -> list[Cause]:
     """Every row of the table that fits, in its order; empty when none does."""
-    met = {condition.id: condition.met for condition in conditions}
-    return [
-        Cause(slug=row.slug, title=row.title, change=row.change, link=f"{PAGE}#{row.slug}")
-        for row in TABLE
-        if row.applies(facts, met)
-    ]
+    return fitting(TABLE, facts, conditions)

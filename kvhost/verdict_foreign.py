@@ -16,6 +16,7 @@ from typing import Literal
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_foreign_causes import likely_causes
 from kvhost.verdict_foreign_facts import ForeignFacts
+from kvhost.verdict_rules import ask
 from kvhost.verdict_types import Condition, Persisted, Thresholds, Verdict, Weight
 
 Figure = float | int | str | None
@@ -310,19 +311,7 @@ def judge_foreign(evidence: ForeignEvidence, thresholds: Thresholds | None = Non
     limits = thresholds or Thresholds()
     facts = ForeignFacts(evidence)
     rules = rules_of(evidence)
-    found: list[Condition] = []
-    for rule in rules:
-        figure, threshold, met = rule.look(facts, limits)
-        found.append(
-            Condition(
-                id=rule.id,
-                question=rule.question,
-                figure=figure,
-                threshold=threshold,
-                met=met,
-                weight=rule.weight,
-            )
-        )
+    found = ask(rules, facts, limits)
     persisted = _persisted(rules, found)
     causes = [] if persisted == "PASS" else likely_causes(facts, found)
     open_ = [c.question for c in found if c.met is not True]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvhost.verdict_foreign_facts import ForeignFacts
+from kvhost.verdict_rules import fitting
 from kvhost.verdict_types import Cause, Condition
 
 Met = dict[str, bool | None]
-PAGE = "docs/troubleshooting.md"
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,4 @@ TABLE: tuple[ForeignRow, ...] = (
 
 def likely_causes(facts: ForeignFacts, conditions: list[Condition]) -> list[Cause]:
     """Every row of the table that fits, in its order; empty when none does."""
-    met = {condition.id: condition.met for condition in conditions}
-    return [
-        Cause(slug=row.slug, title=row.title, change=row.change, link=f"{PAGE}#{row.slug}")
-        for row in TABLE
-        if row.applies(facts, met)
-    ]
+    return fitting(TABLE, facts, conditions)

@@ -31,10 +31,11 @@ from kvhost.paths import HostPaths
 from kvhost.services import service_env
 from kvhost.settings import Settings
 from kvhost.verdict import RULES, Rule
-from kvhost.verdict_causes import PAGE, TABLE
+from kvhost.verdict_causes import TABLE
 from kvhost.verdict_foreign import RULES as FOREIGN_RULES
 from kvhost.verdict_foreign import ForeignRule
 from kvhost.verdict_foreign_causes import TABLE as FOREIGN_TABLE
+from kvhost.verdict_rules import PAGE
 
 REPO = Path(__file__).parents[1]
 CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}

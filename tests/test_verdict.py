@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from kvhost import reports, verdict, verdict_agrees, verdict_causes
+from kvhost import reports, verdict, verdict_agrees, verdict_causes, verdict_rules
 from kvhost.evidence_model import Evidence, parse_events, parse_evidence
 from kvhost.verdict import judge
 from kvhost.verdict_types import EXIT_CODES, Thresholds, Verdict
@@ -220,7 +220,7 @@ def test_evidence_of_another_version_or_with_unknown_parts_is_refused() -> None:
 
 
 def test_every_cause_has_its_place_in_the_troubleshooting_page() -> None:
-    page = (ROOT / verdict_causes.PAGE).read_text()
+    page = (ROOT / verdict_rules.PAGE).read_text()
     slugs = [row.slug for row in verdict_causes.TABLE]
     assert len(set(slugs)) == len(slugs)
     assert [slug for slug in slugs if f"\n### {slug}\n" not in page] == []
