@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from kvhost.drive_types import Drive
-from kvhost.onhost import drive_content, drive_magic, drive_probe, drive_sys, report_drives
+from kvhost.onhost import (
+    DRIVE_SCRIPTS,
+    drive_content,
+    drive_magic,
+    drive_probe,
+    drive_sys,
+    report_drives,
+)
 from kvhost.report import parse_drives
 from tests.lab.loop import MIB, Loop, Loops, digest
 from tests.lab.recipe import install
@@ -319,7 +326,7 @@ def test_who_is_not_root_is_told_nothing_is_blank(loops: Loops) -> None:
     open_dir = Path("/tmp") / f"probe-{os.getpid()}"
     open_dir.mkdir(mode=0o755)
     try:
-        for name in ("drive_probe.py", "drive_sys.py", "drive_content.py", "drive_magic.py"):
+        for name in DRIVE_SCRIPTS:
             shutil.copy(SCRIPTS / name, open_dir / name)
         done = subprocess.run(
             ["setpriv", "--reuid=65534", "--clear-groups", "--regid=65534", "/usr/bin/python3",
@@ -663,9 +670,7 @@ def test_the_scripts_run_from_a_directory_of_their_own(loops: Loops, tmp_path: P
     place.mkdir()
     inside.mkdir()
     (inside / "file").touch()
-    names = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
-             "drive_sys.py")  # fmt: skip
-    for name in names:
+    for name in DRIVE_SCRIPTS:
         shutil.copy(SCRIPTS / name, place / name)
     done = subprocess.run(
         ["/usr/bin/python3", place / "report_drives.py", "--mount", inside, "--state", tmp_path],
@@ -676,7 +681,9 @@ def test_the_scripts_run_from_a_directory_of_their_own(loops: Loops, tmp_path: P
     where = found.mount_point.data
     assert where is not None and (where.kind, where.entries) == ("directory", ["file"])
     assert (where.mounts, found.journal.status) == ([], "absent")
-    assert sorted(path.name for path in place.iterdir()) == sorted(names), "no bytecode is left"
+    assert sorted(path.name for path in place.iterdir()) == sorted(DRIVE_SCRIPTS), (
+        "no bytecode is left"
+    )
 
 
 @as_root

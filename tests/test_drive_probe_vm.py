@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import drive_probe
+from kvhost.onhost import DRIVE_SCRIPTS, drive_probe
 from kvhost.report import parse_drives
 from tests.lab.qemu import Machine
 from tests.lab.vm import Lab
@@ -20,8 +20,6 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(os.geteuid() != 0, reason="the image of the test host is made as root"),
 ]
-SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
-           "drive_sys.py")  # fmt: skip
 ONHOST = Path(drive_probe.__file__).parent
 DRIVES = ("KVDRIVE1", "KVDRIVE2", "KVDRIVE3")
 
@@ -31,7 +29,7 @@ def host() -> Iterator[Machine]:
     with Lab() as lab:
         machine = lab.host("probe", drives=DRIVES)
         machine.ssh("mkdir -p /root/p")
-        for name in SCRIPTS:
+        for name in DRIVE_SCRIPTS:
             machine.put((ONHOST / name).read_text(), f"/root/p/{name}")
         yield machine
 

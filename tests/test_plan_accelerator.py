@@ -175,6 +175,7 @@ def test_a_machine_that_looks_like_one_with_two_gpus(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=120, cwd=REPO,
         env={**os.environ, "PATH": f"{tmp_path}/programs:{os.environ['PATH']}"},
     )  # fmt: skip
+    assert done.stdout, done.stderr[-4000:]
     [told] = json.loads(done.stdout).values()
     of_gpu = [row for row in told["refusals"] if row["stage"] in ("accelerator", "engine")]
     # what else stands against this very machine (ports, memory) is not asked here

@@ -17,11 +17,10 @@ from typing import Any
 from pyinfra.api import FactBase
 from typing_extensions import override
 
+from kvhost.onhost import DRIVE_SCRIPTS
+
 ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
 
-#: what looks at drives: report_drives.py and its siblings
-DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
-                 "drive_sys.py", "drive_journal.py")  # fmt: skip
 #: what vLLM loads as a module: they lie in lib/ on the host
 LIBRARY = (ONHOST / "kvhost_guard.py", ONHOST / "kvhost_connector.py")
 

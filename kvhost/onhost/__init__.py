@@ -1,5 +1,9 @@
-"""Scripts that run on the host: standard library only, one file each, usable by hand (`--help`).
+"""Scripts that run on the host: standard library only, usable by hand (`--help`).
 
-They are sent to the host as files and never import each other or the rest of kvhost, so that
-they run under any Python from 3.9 on with nothing installed.
+They are sent to the host as files, under any Python from 3.9 on with nothing installed. They may
+import each other, which lie beside them there, and never the rest of kvhost.
 """
+
+#: what looks at drives: report_drives.py and all that it imports, sent to the host together
+DRIVE_SCRIPTS = ("report_drives.py", "drive_probe.py", "drive_content.py", "drive_magic.py",
+                 "drive_sys.py", "drive_journal.py")  # fmt: skip
