@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvhost.reports import latest_report
 from tests.e2e_tools import Done
 from tests.systemd_site import BASE, KEY, Site, systemd_site
 
@@ -74,6 +75,17 @@ def test_after_the_reboot_nothing_is_to_be_done(up: Site) -> None:
     done = up.pyinfra(verify="never")
     assert done.code == 0, done.text[-4000:]
     assert done.changed() == []
+
+
+def test_the_test_itself_reboots_the_host_and_a_second_pair_shares_the_tier(up: Site) -> None:
+    before = up.host.read("/proc/1/stat").split()[21]
+    done = up.pyinfra("verify.py", "-y", disrupt="true", verify_events='["reboot", "other"]')
+    assert done.code == 0, done.text[-6000:]
+    report = latest_report(up.copy.repo / "reports", "kv")
+    assert report is not None
+    told = {one.verdict.event: one.verdict.persisted for one in report.results}
+    assert told == {"other": "PASS", "reboot": "PASS"}
+    assert up.host.read("/proc/1/stat").split()[21] != before
 
 
 def test_the_key_and_the_prompts_are_nowhere(up: Site, first: Done) -> None:
