@@ -9,6 +9,8 @@ from deploys.common.runlock import take_lock
 run = prepare(stages=frozenset({"host", "storage"}))
 if run is None:
     refused(name="refused: see the plan above")
+elif run.bare:
+    storage.nothing_here(name="storage: no run was ever here, nothing is grown")
 else:
     take_lock(name="host: one run at a time", run=run)
     host_stage.deploy(run)

@@ -13,6 +13,8 @@ from deploys.common.runlock import take_lock
 run = prepare(stages=frozenset({"host"}))
 if run is None:
     refused(name="refused: see the plan above")
+elif run.bare and run.settings.drive_erase is None:
+    storage.nothing_here(name="storage: no run was ever here, nothing is given back")
 else:
     take_lock(name="host: one run at a time", run=run)
     host_stage.deploy(run)

@@ -62,6 +62,25 @@ def test_a_drive_in_use_stays(host: Host) -> None:
     is_whole(host, order)
 
 
+def test_a_drive_that_is_mounted_elsewhere_too_stays(host: Host, tmp_path: Path) -> None:
+    order = host.order(host.drive())
+    assert host.apply(order)["exit"] == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    now = drive_mount.mounted_at(str(host.mount))
+    assert now is not None
+    for source, words in ((now.source, ()), (str(host.mount / "tier"), ("--bind",))):
+        subprocess.run(["mount", *words, source, elsewhere], check=True)
+        try:
+            told = host.script("drive_release.py", "release")
+        finally:
+            subprocess.run(["umount", elsewhere], check=True)
+        assert (told["exit"], told["code"]) == (3, "drive_busy"), told
+        assert str(elsewhere) in told["why"]
+        is_whole(host, order)
+    assert host.script("drive_release.py", "release")["exit"] == 0
+
+
 def test_released_while_the_drive_is_gone(host: Host) -> None:
     loop = host.drive()
     assert host.apply(host.order(loop))["exit"] == 0

@@ -136,3 +136,10 @@ def test_without_a_claim_storage_says_so(tmp_path: Path) -> None:
     assert told.code != 0 and "no drive is claimed" in told.text, told.text
     assert not (TOP / "none").exists()
     shutil.rmtree(TOP, ignore_errors=True)
+
+
+@pytest.mark.parametrize("file", ["release.py", "grow.py"])
+def test_on_a_host_where_no_run_ever_was_nothing_is_made(tmp_path: Path, file: str) -> None:
+    told = run(tmp_path, file, {"a": here({"base_dir": str(TOP / "none")})})
+    assert told.code == 0 and told.changed() == [], told.text
+    assert not (TOP / "none").exists()

@@ -69,6 +69,14 @@ class Run(Visit):
         return self.report.pid1.data is not None and self.report.pid1.data.systemd
 
     @property
+    def bare(self) -> bool:
+        """Whether no run was ever here: base_dir is known to be absent or empty."""
+        base = self.report.kvhost.data.base if self.report.kvhost.data else None
+        if base is None or base.data is None:
+            return base is not None and base.status == "absent"
+        return base.data.owner == "nobody"
+
+    @property
     def env_dir(self) -> str:
         """Directory of the engine environment that this run wants."""
         return f"{self.paths.envs}/{self.lock.digest[:16]}"

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from deploys.common.context import Run
-from deploys.storage.operations import drive, grow_drive, nothing_claimed, release_drive, wipe_drive
+from deploys.storage.operations import (
+    drive,
+    grow_drive,
+    nothing_claimed,
+    nothing_here,
+    release_drive,
+    wipe_drive,
+)
 
-__all__ = ["deploy", "grow", "nothing_claimed", "release"]
+__all__ = ["deploy", "grow", "nothing_claimed", "nothing_here", "release"]
 
 
 def deploy(run: Run) -> None:

@@ -48,6 +48,12 @@ def nothing_claimed() -> Commands:
 
 
 @operation()
+def nothing_here() -> Commands:
+    """No change: kvhost has no drive on this host."""
+    yield from ()
+
+
+@operation()
 def release_drive(run: Run) -> Commands:
     """Stops the services, unmounts the drive and takes its line out of fstab; the data stay.
 

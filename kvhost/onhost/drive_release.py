@@ -67,6 +67,11 @@ def release(state: str, fstab: str) -> Data:
             why = f"what is mounted at {target} is not the drive that kvhost mounted there"
             raise Refused("not_ours", why)
         disks = drive_mount.disks_below(now.numbers)
+        also = mounted_too(target)
+        if also:  # it would still be written there after it was called released
+            where = ", ".join(also)
+            why = f"the drive is mounted at {where} as well: unmount that first (umount {also[-1]})"
+            raise Refused("drive_busy", why)
         step("unmount")
         try:
             tool("umount", target)
@@ -101,6 +106,13 @@ def release(state: str, fstab: str) -> Data:
         say(f"/dev/{name} is released; its data are still on it. To have it wiped, once more with "
             f"drive_erase = '{token}' in the data of this host")  # fmt: skip
     return answer
+
+
+def mounted_too(target: str) -> list[str]:
+    """Where else the device is mounted that is mounted at ``target``, wholly or a part of it."""
+    devices = [(m.point, set(drive_sys.devices_of(m))) for m in drive_sys.mounts()]
+    here = set().union(*(names for point, names in devices if point == target))
+    return sorted(point for point, names in devices if point != target and here & names)
 
 
 def wipe_token(found: Data) -> str | None:
