@@ -68,6 +68,37 @@ def test_tokens_are_told_apart_by_where_they_came_from() -> None:
     assert tokens_by_source(facts, "nobody") == {}
 
 
+class Counted(Facts):
+    """Facts of one request whose counters grew by what is given: `name` -> tokens."""
+
+    def __init__(self, **grown: float | None) -> None:
+        self.grown = grown
+
+    def vllm(self, role: str, field: str) -> float | None:
+        return self.grown[field]
+
+    def cache(self, role: str, field: str) -> float | None:
+        return self.grown[field]
+
+
+@pytest.mark.parametrize(
+    ("l1", "l2", "external", "told"),
+    [
+        (0, 512, 256, {"l2": 256}),  # looked up twice, taken once: no more than vLLM took
+        (256, 256, 512, {"l1": 256, "l2": 256}),
+        (512, 0, 256, {"l1": 256}),
+        (0, 256, 512, {"outside": 512}),  # vLLM took more than this server says: another's
+        (None, 256, 256, {"outside": 256}),
+    ],
+)
+def test_no_more_comes_from_the_cache_server_than_vllm_took(
+    l1: float | None, l2: float, external: float, told: dict[str, float]
+) -> None:
+    grown = {"from_compute": 0.0, "from_device": 0.0, "from_external": external}
+    facts = Counted(**grown, hit_l1_tokens=l1, hit_l2_tokens=l2)
+    assert tokens_by_source(facts, "restored") == told
+
+
 def test_hosts_come_with_their_history_and_what_cannot_be_read(kept: Path) -> None:
     (kept / "db-2" / "2026-03-09T120000Z.json").write_text("{}")
     shutil.copytree(kept / "gpu-7", kept / "moved")
