@@ -17,6 +17,7 @@ from kvhost.driver_module import dropped_on_disk, dropped_refusal, drops_all, no
 from kvhost.driver_types import Card, DriverFacts, Module, SmiGpu
 from kvhost.matrix import LockInfo, Matrix
 from kvhost.plan_types import Refusal
+from kvhost.report import HostReport
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ def decide(
     if loaded and not refusals:
         words = f"driver {loaded.version} as it is, "
     return Decision(words + host.names(), tuple(refusals), tuple(_notes(host, every)))
+
+
+def expected_gpus(report: HostReport) -> list[str]:
+    """Compute capability of each GPU that CUDA should see ("8.9"; "?" for an unknown chip).
+
+    Empty where no GPU is known. A card that is kept for virtual machines is not one of them."""
+    facts = report.driver.data
+    if facts is None:
+        return []
+    cards = [card for card in facts.gpus or _cards_of_smi(facts) if card.driver != "vfio-pci"]
+    return [chip.capability if (chip := chip_at(card)) else "?" for card in cards]
 
 
 def _cards_of_smi(facts: DriverFacts) -> list[Card]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvhost import __version__
@@ -25,11 +25,13 @@ def make_receipt(
     namespace: Namespace,
     files: Mapping[str, str],
     scripts: Mapping[str, str],
+    abi: Sequence[Mapping[str, str]],
     drive: Mapping[str, Any] | None = None,
 ) -> str:
     """JSON text. ``files``: path -> content of what was rendered, ``scripts``: of kvhost's own
-    programs on the host; only their digests are kept. ``drive``: what drive_apply.py keeps of the
-    mounted drive (identity, UUID, options), None where none is claimed."""
+    programs on the host; only their digests are kept. ``abi``: what each line of
+    the ABI check said. ``drive``: what drive_apply.py keeps of the mounted drive (identity, UUID,
+    options), None where none is claimed."""
     receipt: dict[str, Any] = {
         "schema": SCHEMA,
         "kvhost": __version__,
@@ -41,6 +43,7 @@ def make_receipt(
             "versions": {"vllm": lock.vllm, "lmcache": lock.lmcache, "torch": lock.torch},
             "third_party": lock.third_party,
             "wheels": {name: _sha256(content) for name, content in sorted(lock.wheels.items())},
+            "abi": [dict(row) for row in abi],
         },
         "tools": tools_digest,
         "model": {

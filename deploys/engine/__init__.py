@@ -9,6 +9,7 @@ import shlex
 
 from deploys.common.context import REPO, Run
 from deploys.common.operations import TextFile, run_unless, text_files
+from kvhost.driver import expected_gpus
 from kvhost.services import service_env
 from kvhost.tools import tools_commands
 
@@ -44,7 +45,7 @@ def deploy(run: Run) -> None:
     # PyPI has torch for CUDA; its CPU builds are in an index of their own
     proof: tuple[str, ...] = ("--torch-index", "https://download.pytorch.org/whl/cpu")
     if run.lock.cuda is not None:
-        proof = ("--cuda", str(run.lock.cuda))
+        proof = ("--cuda", str(run.lock.cuda), "--gpus", ",".join(expected_gpus(run.report)))
     run_unless(
         name="engine: environment, proven by the ABI check",
         check=("python3", script, "status", "--env", run.env_dir),

@@ -34,6 +34,7 @@ from deploys.common.rendered import (
     supervisord_conf,
     vllm_yaml,
 )
+from kvhost.onhost.engine import MARKER as ENGINE_MARKER
 from kvhost.receipt import make_receipt
 
 
@@ -137,6 +138,10 @@ def receipt(run: Run) -> Commands:
             yield refuse(f"the drive's state: {known['why']}") if executing() else unknown_yet()
             return
         drive = known["data"]
+    proof = host.get_fact(JsonFile, path=f"{run.env_dir}/{ENGINE_MARKER}")
+    if proof["status"] != "ok":
+        yield refuse(f"the ABI check's results: {proof['why']}") if executing() else unknown_yet()
+        return
     texts = {f"{run.paths.etc}/vllm.yaml": vllm_yaml(run), **service_texts(run, late)}
     text = make_receipt(
         run.settings,
@@ -147,6 +152,7 @@ def receipt(run: Run) -> Commands:
         namespace=late.namespace(run),
         files=texts,
         scripts=own_scripts(run),
+        abi=proof["data"]["abi"],
         drive=drive,
     )
     yield from files.put._inner(

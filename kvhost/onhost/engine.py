@@ -262,7 +262,7 @@ class Build:
         argv = [os.path.join(self.env, "bin", "python"), self.args.abi_script]
         cuda = self.args.cuda
         argv += ["--accelerator", "cpu"] if cuda is None else ["--accelerator", "cuda"]
-        argv += [] if cuda is None else ["--cuda", str(cuda)]
+        argv += [] if cuda is None else ["--cuda", str(cuda), "--gpus", self.args.gpus]
         try:
             with open(self.args.service_env, encoding="utf-8") as handle:
                 env = json.load(handle)
@@ -276,13 +276,13 @@ class Build:
             result = json.loads(done.stdout.strip().splitlines()[-1])
             checks: list[dict[str, str]] = result["checks"]
             for check in checks:
-                say(f"  {check['state']:<4} {check['name']:<22} {check['detail']}")
+                say(f"  {check['state']:<14} {check['name']:<22} {check['detail']}")
             ok = result["ok"] is True
         except (ValueError, LookupError, TypeError):
             why = tail(done.stderr)
             raise Failed(f"the ABI check gave no result (exit {done.returncode}):\n{why}") from None
         if not ok:
-            failed = [check["name"] for check in checks if check["state"] == "FAIL"]
+            failed = [check["name"] for check in checks if check["state"] == "failed"]
             raise Failed(f"the ABI check failed: {', '.join(failed)} (see above)")
         return checks
 
@@ -364,6 +364,7 @@ def main() -> int:
     ):
         build.add_argument("--" + name, required=True, help=help_text)
     build.add_argument("--cuda", type=int, help="major version of CUDA that the lock is for")
+    build.add_argument("--gpus", default="", help="compute capability of each GPU: 8.9,8.9")
     build.add_argument("--torch-index", help="where torch is if the host's places lack it")
     look = commands.add_parser("status", help="JSON: complete or why not")
     look.add_argument("--env", required=True)
