@@ -201,11 +201,12 @@ def test_a_cuda_lock_is_proven_as_one_and_no_local_version_takes_its_place(place
     digest = wheel(place.links, "torch")
     wheel(place.links, "torch", "1.0+cpu")  # on a host whose find-links hold the CPU build
     place.lock.write_text(f"torch===1.0 \\\n    --hash=sha256:{digest}\n")
-    place.more = ["--cuda", "13"]
+    place.more = ["--cuda", "13", "--gpus", "8.9,?"]
     place.install()
     assert (place.site / "torch-1.0.dist-info").is_dir()
     [check] = json.loads((place.env / ".kvhost-complete.json").read_text())["abi"]
-    assert json.loads(check["detail"])["argv"] == ["--accelerator", "cuda", "--cuda", "13"]
+    words = ["--accelerator", "cuda", "--cuda", "13", "--gpus", "8.9,?"]
+    assert json.loads(check["detail"])["argv"] == words
 
 
 @needs_uv
@@ -420,7 +421,7 @@ def test_an_edited_environment_still_serves_when_the_new_one_fails(place: Place)
 @pytest.mark.parametrize(
     ("double", "said"),
     [
-        ("print('{\"ok\": false, \"checks\": [{\"name\": \"torch\", \"state\": \"FAIL\","
+        ("print('{\"ok\": false, \"checks\": [{\"name\": \"torch\", \"state\": \"failed\","
          " \"detail\": \"not a CPU build\"}]}')", "the ABI check failed: torch"),
         ("import os, sys\nprint('here', file=sys.stderr, flush=True)\nos.abort()", "exit -6"),
         ("print('[]')", "gave no result"),
