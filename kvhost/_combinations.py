@@ -24,6 +24,7 @@ def combination_problems(
     """Yield the keys that a rule looks at, and what is wrong with them together."""
     for rule in (_watermarks, _ports, _revision, _tier, _model_dir, _verify_length, _verify_hit):
         yield from rule(settings)
+    yield from _bundle(settings)
     yield from _key_beyond_loopback(settings, api_key_in_env)
     yield from drive_problems(settings)
 
@@ -70,6 +71,15 @@ def _revision(s: Settings) -> _Found:
             f"a commit means something only for org/name on the hub; {s.model_source!r} is known "
             "by the digest of its files",
             "model_revision left out",
+        )
+
+
+def _bundle(s: Settings) -> _Found:
+    if s.engine_bundle is not None and s.engine_wheel is not None:
+        yield _found(
+            ("engine_bundle", "engine_wheel"),
+            "a bundle holds what the lock names, and engine_wheel takes another wheel than that",
+            "one of both left out",
         )
 
 

@@ -133,6 +133,13 @@ def controller_path(value: str) -> str:
     return one_line(value)
 
 
+def engine_bundle(value: str) -> str:
+    """A directory on the controller, or host: and an absolute path on the host."""
+    if value.startswith("host:"):
+        return f"host:{host_path(value.removeprefix('host:'))}"
+    return controller_path(value)
+
+
 def service_user(value: str) -> str:
     """A login name as useradd(8) takes it, not root and not nobody."""
     if not _LOGIN.fullmatch(value):

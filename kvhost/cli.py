@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 
 from kvhost import __version__, cli_care
+from kvhost.cli_bundle import bundle_command
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
@@ -82,6 +83,7 @@ def main() -> None:
 
 main.add_command(matrix_command)
 main.add_command(lock_command)
+main.add_command(bundle_command)
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")

@@ -47,6 +47,11 @@ class HostPaths:
         return self._p("wheels")
 
     @property
+    def bundle(self) -> str:
+        """The copy of a bundle (engine_bundle), while the engine is installed from it."""
+        return self._p("bundle")
+
+    @property
     def tools(self) -> str:
         """Virtual environments of uv and supervisord, one a lock digest."""
         return self._p("tools")

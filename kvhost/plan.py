@@ -139,7 +139,8 @@ def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[A
     python = choose_python(settings, report, facts.lock_pythons)
     with_python = f" for Python {minor(python)} ({python.path})" if python else ""
     state = _state(envs, env is not None)
-    cost = f"downloads {size(facts.download_bytes)}, {size(facts.env_disk_bytes)} on disk"
+    how = "downloads" if settings.engine_bundle is None else "from the bundle,"
+    cost = f"{how} {size(facts.download_bytes)}, {size(facts.env_disk_bytes)} on disk"
     what = f"engine {facts.lock_name}{with_python}"
     actions = [Action("engine", what, state, cost if state == "change" else None)]
     link = current.data
@@ -324,7 +325,8 @@ def _costs(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
     if installed(_own(report, "envs"), facts.lock_digest):
         return []
     limit = settings.limit_gib
-    download = facts.download_bytes + (model if settings.model_source != "builtin" else 0)
+    engine = facts.download_bytes if settings.engine_bundle is None else 0
+    download = engine + (model if settings.model_source != "builtin" else 0)
     return [
         f"This run downloads {size(download)} and takes {size(facts.env_disk_bytes + model)} of "
         f"disk; the cache may grow to "

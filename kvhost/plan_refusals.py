@@ -47,7 +47,7 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
     checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu, _ram, _shm, _ports]
     checks += [drive_refusals, places, room, accelerator_refusals, _python, failed_before, _model]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
-    found += facts.lock_refusals
+    found += facts.lock_refusals + facts.bundle_refusals
     return list(dict.fromkeys(found))
 
 

@@ -99,6 +99,8 @@ def room(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     on_base: list[tuple[str, int]] = []
     if install_env:
         on_base.append(("the engine's environment", facts.env_disk_bytes))
+        if (settings.engine_bundle or "host:").partition(":")[0] != "host":
+            on_base.append(("the bundle's copy", facts.download_bytes))
     if model_bytes := model_to_store(settings, report, facts):
         on_base.append(("the model", model_bytes))
     limit = settings.limit_gib or 0.0  # None is what there is

@@ -31,7 +31,8 @@ class PlanInputs:
     """What the controller knows beside settings and report. Digests are hex, sizes bytes.
 
     `lock_pythons`: "3.11", … that a lock exists for. `lock_arch`: as `uname -m` says it.
-    `lock_refusals`: what stands against the lock, from plan_lock. `lock_state`: what was run with
+    `lock_refusals`: what stands against the lock, from plan_lock. `bundle_refusals`: against the
+    bundle on the controller, from bundle. `lock_state`: what was run with
     it. `cuda`: the major that it is for, None for the CPU. `driver`: what is decided of the GPU's.
     `model`: None while it is not known (before a download). `engine_config`: the resolved
     configuration whose digest is `engine_config_digest`, to say what makes a namespace new; None
@@ -58,6 +59,7 @@ class PlanInputs:
     lock_is_stale: bool | None = None
     with_key: bool = False
     lock_refusals: tuple[Refusal, ...] = ()
+    bundle_refusals: tuple[Refusal, ...] = ()
     lock_state: str = ""
     cuda: int | None = None
     driver: Decision | None = None

@@ -32,6 +32,7 @@ _TierDir = Annotated[str, AfterValidator(_values.tier_dir)]
 _ServiceUser = Annotated[str, AfterValidator(_values.service_user)]
 _AutoOrPath = Annotated[str, AfterValidator(_values.auto_or_host_path)]
 _ControllerPath = Annotated[str, AfterValidator(_values.controller_path)]
+_Bundle = Annotated[str, AfterValidator(_values.engine_bundle)]
 _Wheel = Annotated[str, AfterValidator(_values.engine_wheel)]
 _ModelSource = Annotated[str, AfterValidator(_values.model_source)]
 _Revision = Annotated[str, AfterValidator(_values.model_revision)]
@@ -104,6 +105,14 @@ class Settings(DriveSettings):
         "CPU wheel of the vLLM maintainers, as a URL or an absolute path on the host, that takes "
         "the place of the third party's build in the lock.",
         example=f"/srv/wheels/vllm-0.32.0+cpu-cp38-abi3-linux_x86_64.whl#sha256={'0' * 64}",
+    )
+    engine_bundle: _Bundle | None = setting(
+        _ENGINE,
+        None,
+        "Bundle that the engine is installed from without a network (kvhost bundle): a directory "
+        "on the controller, or, after host:, one that lies on the host already.",
+        example="bundles/cpu-x86_64-py3.11",
+        reaches_host=False,
     )
     runner: _Runner = setting(_ENGINE, "vllm", "Program that serves the model.", example="vllm")
     runner_extra_args: _RunnerArgs = setting(

@@ -7,11 +7,19 @@ import shlex
 from kvhost.paths import HostPaths
 
 
-def tools_commands(paths: HostPaths, digest: str, python: str) -> tuple[str, str]:
+def tools_commands(
+    paths: HostPaths, digest: str, python: str, bundle: str | None = None
+) -> tuple[str, str]:
     """(check, build) for the shell, as root; the check prints true or false.
 
     ``digest`` is of the tools' lock, which lies in ``paths.locks``; ``python`` makes it.
+    ``bundle``: directory of a bundle on the host; then nothing else is looked at, no network too.
     """
+    env, more = "", ""
+    if bundle is not None:
+        # neither the host's configuration files nor its variables may name another place
+        env = "PIP_CONFIG_FILE=/dev/null "
+        more = f"--isolated --no-index --find-links {shlex.quote(bundle)}/tools "
     here, current = f"{paths.tools}/{digest[:16]}", f"{paths.tools}/current"
     done = f"{here}/.kvhost-complete.json"
     check = (
@@ -22,8 +30,8 @@ def tools_commands(paths: HostPaths, digest: str, python: str) -> tuple[str, str
         (
             f"rm -rf {here}",
             f"{shlex.quote(python)} -m venv {here}",
-            f"{here}/bin/python -m pip install -q --disable-pip-version-check --require-hashes "
-            f"--only-binary :all: -r {paths.locks}/tools.txt",
+            f"{env}{here}/bin/python -m pip install -q --disable-pip-version-check "
+            f"--require-hashes --only-binary :all: {more}-r {paths.locks}/tools.txt",
             f"chmod -R go+rX,go-w {here}",
             f'echo \'{{"digest": "{digest}"}}\' > {done}',
             f"ln -sfn {here} {current}.new",

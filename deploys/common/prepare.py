@@ -18,6 +18,7 @@ from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.rendered import gpus_of, vllm_yaml_of
 from deploys.common.runlock import is_dead
+from kvhost.bundle import bundle_refusals
 from kvhost.drive_order import drive_order
 from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
@@ -29,7 +30,7 @@ from kvhost.packages import drive_packages, needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan_accelerator import decision_of
 from kvhost.plan_drives import claim_of, drive_notes
-from kvhost.plan_host import minor
+from kvhost.plan_host import installed, minor
 from kvhost.plan_lock import choose_lock
 from kvhost.plan_types import Refusal, Stage, unreadable
 from kvhost.plan_view import render_plans
@@ -144,6 +145,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     inputs = replace(
         plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key),
         lock_state=info.state,
+        bundle_refusals=against_bundle(settings, report, lock),
         cuda=info.cuda,
         driver=decision_of(report, info, matrix),
     )
@@ -173,6 +175,19 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         hf_token=token,
         drive_order=drive_order(settings, claimed) if claimed else None,
     )
+
+
+def against_bundle(settings: Settings, report: HostReport, lock: EngineLock) -> tuple[Refusal, ...]:
+    """What stands against a bundle of the controller's, where something is still to be installed
+    from it. One that lies on the host is judged there."""
+    where, kvhost = settings.engine_bundle, report.kvhost.data
+    if where is None or where.startswith("host:"):
+        return ()
+    tools = REPO / "locks" / "tools.txt"
+    have = kvhost is not None and installed(kvhost.envs, lock.digest)
+    if have and kvhost is not None and installed(kvhost.tools, digest_of_tools(REPO / "locks")):
+        return ()
+    return tuple(bundle_refusals(where, lock, tools.read_text(encoding="utf-8")))
 
 
 def visit() -> Visit | None:

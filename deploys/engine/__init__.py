@@ -9,6 +9,7 @@ import shlex
 
 from deploys.common.context import REPO, Run
 from deploys.common.operations import TextFile, run_unless, text_files
+from deploys.engine.bundle import bundle_on_host, bundle_place
 from kvhost.driver import expected_gpus
 from kvhost.services import service_env
 from kvhost.tools import tools_commands
@@ -31,7 +32,23 @@ def deploy(run: Run) -> None:
             ),
         ],
     )
-    check, build = tools_commands(paths, run.tools_digest, run.python)
+    place = bundle_place(run)
+    script = run.script("engine")
+    status = ("python3", script, "status", "--env", run.env_dir)
+    check, build = tools_commands(
+        paths, run.tools_digest, run.python, place.on_host if place else None
+    )
+    if place is not None:
+        bundle_on_host(
+            name="engine: the bundle, whole and verified",
+            place=place,
+            around=paths.bundle,
+            installed=(("sh", "-c", check), status),
+            prove=(
+                "python3", run.script("bundle_check"), "--bundle", place.on_host,
+                "--lock", lock_path(run), "--tools", f"{paths.locks}/tools.txt",
+            ),
+        )  # fmt: skip
     run_unless(
         name="engine: tools (uv, supervisord)",
         check=("sh", "-c", check),
@@ -41,14 +58,13 @@ def deploy(run: Run) -> None:
     for name, content in run.lock.wheels.items():
         _wheel(run, name, content)
     tools = f"{paths.tools}/current/bin"
-    script = run.script("engine")
     # PyPI has torch for CUDA; its CPU builds are in an index of their own
     proof: tuple[str, ...] = ("--torch-index", "https://download.pytorch.org/whl/cpu")
     if run.lock.cuda is not None:
         proof = ("--cuda", str(run.lock.cuda), "--gpus", ",".join(expected_gpus(run.report)))
     run_unless(
         name="engine: environment, proven by the ABI check",
-        check=("python3", script, "status", "--env", run.env_dir),
+        check=status,
         command=(
             "python3", script, "install", "--lock", lock_path(run),
             "--lock-digest", run.lock.digest, "--env", run.env_dir, "--wheels", paths.wheels,
@@ -56,10 +72,18 @@ def deploy(run: Run) -> None:
             "--cache", paths.uv_cache, "--user", run.user,
             "--service-env", f"{paths.etc}/service-env.json",
             "--abi-script", run.script("abi_check"),
+            *(("--bundle", place.on_host) if place else ()),
             *proof,
         ),
         when_ok=lambda state: bool(state["complete"]),
     )  # fmt: skip
+    if place is not None and place.source is not None:
+        run_unless(
+            name="engine: the bundle's copy is not needed any more",
+            check=("sh", "-c", f"[ -e {paths.bundle} ] && echo false || echo true"),
+            command=("rm", "-rf", paths.bundle),
+            when_ok=bool,
+        )
 
 
 def switch(run: Run) -> None:

@@ -176,7 +176,11 @@ class Build:
         self.args = args
         self.env: str = args.env
         try:
-            self.pip = engine_pip.read_settings(args.pip_python)
+            self.pip = (
+                engine_pip.of_bundle(args.bundle)
+                if args.bundle
+                else (engine_pip.read_settings(args.pip_python))
+            )
         except (OSError, ValueError) as error:
             raise Failed(f"the host's pip configuration cannot be read: {error}") from error
         self.torch_index: str | None = None
@@ -365,6 +369,7 @@ def main() -> int:
         build.add_argument("--" + name, required=True, help=help_text)
     build.add_argument("--cuda", type=int, help="major version of CUDA that the lock is for")
     build.add_argument("--gpus", default="", help="compute capability of each GPU: 8.9,8.9")
+    build.add_argument("--bundle", help="install from this directory alone (bundle_check.py)")
     build.add_argument("--torch-index", help="where torch is if the host's places lack it")
     look = commands.add_parser("status", help="JSON: complete or why not")
     look.add_argument("--env", required=True)

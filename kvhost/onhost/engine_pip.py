@@ -56,6 +56,11 @@ def read_settings(python: str) -> dict[str, str]:
     return parse_settings(done.stdout)
 
 
+def of_bundle(bundle: str) -> dict[str, str]:
+    """What takes the place of pip's settings where a bundle is installed from: no index at all."""
+    return {"no-index": "1", "find-links": os.path.join(bundle, "wheels")}
+
+
 def parse_settings(text: str) -> dict[str, str]:
     """From `pip config list`, which names a section in each key.
 

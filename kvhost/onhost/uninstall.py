@@ -24,7 +24,7 @@ import sys
 from typing import Any
 
 #: directories that are kvhost's alone
-TREES = ("envs", "tools", "uv-cache", "wheels", "locks", "home", "log", "run")
+TREES = ("envs", "tools", "uv-cache", "wheels", "bundle", "locks", "home", "log", "run")
 #: directories in which others may have put files: only what is known goes
 MIXED = ("lib", "etc", "bin", "secrets")
 SERVICES = ("cache", "runner", "pruner")

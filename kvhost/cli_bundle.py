@@ -1,0 +1,65 @@
+"""The command `kvhost bundle`: everything an engine is installed from, in one directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvhost.bundle import BundleError, bundle_name, make_bundle
+from kvhost.cli_matrix import LOCKS, _matrix
+from kvhost.locks import read_lock
+from kvhost.matrix import LockError
+from kvhost.onhost.bundle_check import find_faults
+from kvhost.plan_types import size
+
+
+@click.command("bundle")
+@click.argument("name", required=False)
+@click.option("--python", metavar="X.Y", help="Python of the host; default: the lock's first.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("bundles"),
+    show_default=True,
+    help="Directory of bundles; each gets one of its own, NAME-pyX.Y.",
+)
+@click.option(
+    "--check",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Fetch nothing: is this bundle as it was made?",
+)
+def bundle_command(name: str | None, python: str | None, out: Path, check: Path | None) -> None:
+    """Collect what a host without a network installs from.
+
+    NAME is a lock of kvhost matrix. pip's own settings say where it looks. Give the directory as
+    engine_bundle (docs/engine.md). A run that was killed is completed by the next.
+    """
+    if (name is None) == (check is None):
+        raise click.UsageError("give the name of a lock (kvhost matrix), or --check DIR")
+    if check is not None:
+        _check(check)
+        return
+    matrix = _matrix()
+    info = matrix.locks.get(name or "")
+    if info is None:
+        raise click.UsageError(f"there is no lock {name!r}; there are {', '.join(matrix.locks)}")
+    try:
+        lock = read_lock(LOCKS, info, python or info.pythons[0])
+        tools = (LOCKS / "tools.txt").read_text(encoding="utf-8")
+        made = make_bundle(out / bundle_name(lock), lock, tools)
+    except (BundleError, LockError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{made.path}: {made.files} files, {size(made.bytes)}, every one by its hash")
+    click.echo(f'engine_bundle = "{made.path.resolve()}"')
+
+
+def _check(path: Path) -> None:
+    try:
+        faults, manifest = find_faults(str(path))
+    except (OSError, ValueError) as error:
+        faults, manifest = [str(error)], {}
+    if faults:
+        raise click.ClickException("\n  ".join((f"{path} is not as it was made:", *faults)))
+    what = f"{manifest['lock']} for Python {manifest['python']}"
+    click.echo(f"{path}: whole, {len(manifest['files'])} files, {what}")
