@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvhost import (
+    bundle,
     claim,
     claim_reasons,
     driver,
@@ -92,6 +93,7 @@ def test_every_cause_in_troubleshooting_is_one() -> None:
 
 def refusal_codes() -> Iterator[str]:
     for module in (
+        bundle,
         plan_refusals,
         plan_storage,
         plan_lock,
