@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvhost import __version__, cli_care
+from kvhost import __version__, cli_care, cli_up
 from kvhost.cli_bundle import bundle_command
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
@@ -71,8 +72,17 @@ def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         raise click.ClickException(
             f"no pyinfra beside {sys.executable}: bin/up sets up the environment"
         )
-    done = subprocess.run([program, inventory, deploy, *args], cwd=REPO, check=False)
-    return done.returncode
+    process = subprocess.Popen([program, inventory, deploy, *args], cwd=REPO)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # pyinfra had it too: it gives the hosts' locks back, and then ends
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,10 +98,34 @@ main.add_command(bundle_command)
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")
 @_inventory
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="As many hosts at a time, the next once all pass."
+)
+@click.option("--canary", metavar="HOST|N", help="This host, or the first N, before all others.")
+@click.option(
+    "--wait", "wait_s", type=click.IntRange(0, 86_400), default=0, help="Seconds between batches."
+)
 @_passed_on
-def up(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
-    """Provision, test, and show the verdict."""
-    sys.exit(_run_and_tell(inventory, "deploy.py", pyinfra_args))
+def up(
+    inventory: str,
+    batch: int | None,
+    canary: str | None,
+    wait_s: int,
+    pyinfra_args: tuple[str, ...],
+) -> None:
+    """Provision, test, and show the verdict.
+
+    With --batch or --canary: one plan over all, then a part of the hosts after the other; it stops
+    as soon as one of them is not PASS, and the rest is left as it was (docs/fleets.md).
+    """
+
+    def one(args: tuple[str, ...]) -> int:
+        return _run_and_tell(inventory, "deploy.py", args)
+
+    if "--dry" in pyinfra_args:
+        sys.exit(one(pyinfra_args))
+    rolling = cli_up.Rolling(batch, canary, wait_s)
+    sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling))
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")

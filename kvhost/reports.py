@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvhost import __version__
+from kvhost import __version__, journal
 from kvhost.evidence_model import Evidence
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
@@ -46,6 +46,12 @@ def check_writable(folder: Path) -> None:
 def tell_summary(host: str, **verdict: str) -> None:
     """For the command that started this run, if it asked: that a host is run, and later the
     verdict that stands for it (persisted, time)."""
+    if "persisted" in verdict:
+        journal.tell("verdict", host=host, persisted=verdict["persisted"])
+    if "rolled_back" in verdict:
+        journal.tell(
+            "why", host=host, why=f"went back to what passed last: {verdict['rolled_back']}"
+        )
     name = os.environ.get(SUMMARY_VARIABLE)
     if name:
         with Path(name).open("a", encoding="utf-8") as file:

@@ -16,10 +16,12 @@ from rich.console import Console
 
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
+from deploys.common.journal import keep_journal
 from deploys.common.rendered import gpus_of, vllm_yaml_of
 from deploys.common.runlock import is_dead
 from kvhost.bundle import bundle_refusals
 from kvhost.drive_order import drive_order
+from kvhost.journal import tell
 from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
 from kvhost.matrix import LockInfo, load_matrix
@@ -119,6 +121,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     ``stages``: a run of these alone; what stands against others is no reason, and no plan of it.
     """
     settings = all_settings()[host.name]
+    keep_journal()
     try:
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
         matrix = load_matrix(REPO / "locks")
@@ -196,6 +199,7 @@ def visit() -> Visit | None:
     None, with the reason told, if the host gave no report. Raises DeployError for bad settings.
     """
     settings = all_settings()[host.name]
+    keep_journal()
     try:
         report = gather(settings)
     except ReportError as error:
@@ -230,6 +234,9 @@ def only_packages(report: HostReport, names: tuple[str, ...]) -> HostReport:
 
 def show(plan: Plan) -> None:
     _plans[host.name] = plan
+    if plan.refusals:
+        codes = [refusal.code for refusal in plan.refusals]
+        tell("refused", host=host.name, why=", ".join(codes))
     told = [plan for plan in _plans.values() if plan.actions or plan.refusals]
     if told and len(_plans) == len(context.state.inventory.get_active_hosts()):
         # stderr: stdout is pyinfra's --json

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,7 +55,9 @@ def saw() -> dict[str, object]:
         line.split()[1] for line in Path("/proc/self/status").read_text().splitlines()
         if line.startswith(("CapBnd", "NoNewPrivs"))
     ]  # fmt: skip
-    sudo = subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False)
+    # there is none in a bare container
+    asks = ["sudo", "-n", "true"] if shutil.which("sudo") else ["false"]
+    sudo = subprocess.run(asks, capture_output=True, check=False)
     return {
         "writes": [place for place in places if may("write", place)],
         "reads": [p for p in ("/home/deploy", "/root", "/etc/shadow", "/dev/kmsg") if may("r", p)],

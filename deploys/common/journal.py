@@ -1,0 +1,103 @@
+"""Tells the journal of the run what happens to each host, and how a run that is broken off ends.
+
+A state callback of pyinfra's: nothing is sent to a host by it. Without KVHOST_JOURNAL only Ctrl-C
+and lost links are seen to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+from pyinfra import context, logger
+from pyinfra.api.state import BaseStateCallback, StateStage
+
+from kvhost.journal import VARIABLE, tell
+
+#: exit code after Ctrl-C, as of a shell: 128 + SIGINT
+INTERRUPTED = 130
+#: ms without an answer after which a connection is lost; TCP alone waits a quarter of an hour
+LOST_MS = 60_000
+_begun = False
+
+
+class _Journal(BaseStateCallback):
+    @staticmethod
+    def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
+        if op_hash in state.ops[host]:
+            tell("step", host=host.name, name=_name(state, op_hash))
+
+    @staticmethod
+    def operation_host_error(
+        state: Any, host: Any, op_hash: str, retry_count: int = 0, max_retries: int = 0
+    ) -> None:
+        tell("error", host=host.name, name=_name(state, op_hash))
+
+
+def _name(state: Any, op_hash: str) -> str:
+    return ", ".join(sorted(state.get_op_meta(op_hash).names))
+
+
+def changes(state: Any, host: Any) -> int:
+    """How many operations have changed a host so far."""
+    metas = [data.operation_meta for data in state.ops[host].values()]
+    return sum(1 for meta in metas if meta.is_complete() and meta.did_change())
+
+
+def keep_journal() -> None:
+    """Called for every host while a run prepares; the first call begins the journal."""
+    global _begun
+    if _begun:
+        return
+    _begun = True
+    state = context.ctx_state.get()  # the state itself: the proxy is empty at exit
+    signal.signal(signal.SIGINT, _interrupted)
+    for host in state.inventory.get_active_hosts():
+        _notice_a_lost_link(host)
+    if not os.environ.get(VARIABLE):
+        return
+    names = [host for host in state.inventory if state.is_host_in_limit(host)]
+    away = [host.name for host in names if host not in state.activated_hosts]
+    tell("hosts", names=[host.name for host in names], unreachable=away)
+    state.add_callback_handler(_Journal())
+    atexit.register(_end, state)
+
+
+def _end(state: Any) -> None:
+    """What became of each host, as far as it was not told; nothing after a kill."""
+    over = state.current_stage >= StateStage.Disconnect
+    for host in state.activated_hosts:
+        if host in state.failed_hosts:
+            tell("failed", host=host.name)
+        elif over:
+            tell("done", host=host.name, changed=changes(state, host))
+
+
+def _interrupted(signum: int, frame: FrameType | None) -> None:
+    """pyinfra waits for the commands that run on the hosts, and ends with 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the locks are given back now: not twice
+    logger.warning("interrupted: the hosts' run locks are given back, what runs there is ended")
+    context.state.pool.kill(block=False)
+    sys.exit(INTERRUPTED)
+
+
+def _notice_a_lost_link(host: Any) -> None:
+    """Lets the kernel end a connection whose other end is gone, so that the run goes on."""
+    client = getattr(host.connector, "client", None)
+    transport = client.get_transport() if client is not None else None
+    sock = getattr(transport, "sock", None)
+    if sock is None or not hasattr(sock, "setsockopt") or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return  # another connector, a jump host's channel, or no Linux
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 15),
+        (socket.TCP_KEEPINTVL, 15),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, LOST_MS),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,57 @@
+"""The gate between two batches of `kvhost up`: do the services run, and does the server answer?
+
+Nothing is changed. Asked through kvhost/asking.py; a host that gives no answer is not healthy.
+"""
+
+from typing import Any
+
+from pyinfra.api import FunctionCommand, operation
+
+from deploys.common.care import ask_host
+from deploys.common.context import Visit
+from deploys.common.operations import Commands
+from deploys.common.prepare import visit
+from deploys.common.ready import ready_command
+from deploys.common.refused import not_provisioned, refused
+from kvhost.asking import answer
+
+
+def why_not(at: Visit, host: Any) -> str | None:
+    """What is wrong with a host, None if nothing is."""
+    base = ("--base", at.paths.base_dir, "--user", at.user)
+    status = ask_host(host, ("python3", at.script("services"), *base, "--json", "status"))
+    if status is None:
+        return "its services could not be asked for"
+    wrong = [
+        f"{name} is {row['state']}"
+        for name, row in status["services"].items()
+        if row["state"] != "RUNNING" or not row["alive"]
+    ]
+    if wrong:
+        return ", ".join(wrong)
+    ready = ask_host(host, ready_command(at, "--once"))
+    return None if ready is not None and ready["ready"] else "the server does not answer"
+
+
+@operation(is_idempotent=False)
+def health(at: Visit) -> Commands:
+    """Asks the services and the server of a host.
+
+    + at: the host
+    """
+
+    def run(state: Any, host: Any) -> bool:
+        why = why_not(at, host)
+        answer(at.host, {"why": why})
+        return why is None
+
+    yield FunctionCommand(run, (), {})
+
+
+here = visit()
+if here is None:
+    refused(name="the host gave no report")
+elif here.lacks("services"):
+    not_provisioned(name="health", base_dir=here.paths.base_dir)
+else:
+    health(name="health", at=here)

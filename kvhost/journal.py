@@ -1,0 +1,204 @@
+"""The journal of a run over several hosts: a line of JSON for each thing that happened.
+
+It lies in runs/ of the working copy, is written while the run goes on, and so says where a run
+stood that was killed. `read_journal` makes of it one row a host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+REPO = Path(__file__).resolve().parents[1]
+#: names the file to which a run of pyinfra appends
+VARIABLE = "KVHOST_JOURNAL"
+#: as many journals are kept
+KEPT = 50
+
+Result = Literal[
+    "changed", "unchanged", "refused", "failed", "unreachable", "broken off", "not started"
+]
+RESULTS: tuple[Result, ...] = get_args(Result)
+GOOD = ("changed", "unchanged")
+
+
+def runs_dir() -> Path:
+    """Where journals are kept on the controller: runs/ of the repository, or KVHOST_RUNS."""
+    return Path(os.environ.get("KVHOST_RUNS", REPO / "runs"))
+
+
+def tell(event: str, path: str | None = None, **data: Any) -> None:
+    """Appends one event; nothing happens when no journal is kept. Raises OSError."""
+    name = path or os.environ.get(VARIABLE)
+    if name:
+        line = json.dumps({"event": event, **data}) + "\n"
+        # one write, so that two processes do not mix their lines
+        handle = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat, None if there is no such process: PIDs are used again."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def begin(folder: Path, command: Sequence[str]) -> Path:
+    """A new journal, 0600, with its first line; old ones go. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in sorted(folder.glob("*.jsonl"))[: -KEPT + 1]:
+        old.unlink(missing_ok=True)
+    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
+    path = folder / f"{stamp}-{os.getpid()}.jsonl"
+    tell(
+        "run",
+        str(path),
+        time=stamp,
+        pid=os.getpid(),
+        start_ticks=start_ticks(os.getpid()),
+        command=without_secrets(command),
+    )
+    return path
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command line without the values of pyinfra's options for passwords."""
+    shown: list[str] = []
+    masked = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("-") and "password" in name
+        shown.append("***" if masked else f"{name}=***" if secret and equals else word)
+        masked = secret and not equals and name in ("--ssh-password", "--ssh-key-password")
+    return shown
+
+
+@dataclass
+class Row:
+    """One host of a run. ``step``: the operation at which it failed or was broken off."""
+
+    host: str
+    result: Result = "not started"
+    step: str | None = None
+    why: str | None = None
+    changed: int = 0
+    persisted: str | None = None
+    #: the test was left out by the settings (verify = never)
+    untested: bool = False
+
+    @property
+    def good(self) -> bool:
+        """Done, and its verdict, if one was asked for, is PASS."""
+        return self.result in GOOD and (self.untested or self.persisted == "PASS")
+
+
+@dataclass
+class Told:
+    """What a journal says."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    time: str = ""
+    pid: int | None = None
+    ticks: int | None = None
+    ended: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the command that wrote it still runs."""
+        return self.pid is not None and start_ticks(self.pid) == self.ticks
+
+
+def read_journal(path: Path) -> Told:
+    """Rows in the order of the inventory. A line that was cut off by a kill is passed over.
+
+    Raises OSError.
+    """
+    told = Told()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last one, of a writer that was killed
+        if isinstance(event, dict):
+            _take(told, event)
+    return told
+
+
+def _take(told: Told, event: dict[str, Any]) -> None:
+    kind = event.get("event")
+    if kind == "run":
+        told.command, told.time = list(event["command"]), str(event["time"])
+        told.pid, told.ticks = event["pid"], event["start_ticks"]
+    elif kind == "end":
+        told.ended = True
+    elif kind == "hosts":
+        for name in event["names"]:
+            row = told.rows.setdefault(name, Row(name))
+            if name in event["unreachable"]:
+                row.result = "unreachable"
+            elif row.result == "unreachable":
+                row.result = "not started"
+    elif "host" in event:
+        _of_host(told.rows.setdefault(event["host"], Row(event["host"])), event)
+
+
+def _of_host(row: Row, event: dict[str, Any]) -> None:
+    kind = event["event"]
+    if kind == "refused":
+        row.result, row.why = "refused", event["why"]
+    elif kind == "step":
+        if row.result != "refused":
+            row.result, row.step = "broken off", event["name"]
+    elif kind == "error":
+        if row.result != "refused":
+            row.result, row.step = "failed", event["name"]
+    elif kind == "why":
+        row.why = event["why"]
+    elif kind == "done":
+        row.changed += event["changed"]
+        row.result, row.step = ("changed" if row.changed else "unchanged"), None
+    elif kind == "failed":
+        if row.result not in ("refused", "failed"):
+            row.result = "failed"
+    elif kind == "verdict":
+        row.persisted = event["persisted"]
+    elif kind == "untested":
+        row.untested = True
+
+
+def newest(folder: Path) -> Path | None:
+    """The journal of the last run, None without one."""
+    return max(folder.glob("*.jsonl"), default=None)
+
+
+def drop_limits(args: Sequence[str]) -> list[str]:
+    """pyinfra's arguments without --limit and its value."""
+    kept: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word in ("--limit", "-l"):
+            next(words, None)
+        elif not word.startswith("--limit="):
+            kept.append(word)
+    return kept
+
+
+def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
+    """The command that runs again the hosts that are not as they should be; None if all are."""
+    names = [row.host for row in rows if not row.good]
+    if not names:
+        return None
+    limits = [word for name in names for word in ("--limit", name)]
+    return shlex.join([*drop_limits(command), *limits])

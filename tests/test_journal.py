@@ -1,0 +1,250 @@
+"""The journal of a run and what `kvhost up` makes of it: batches, where it stops, what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvhost import cli_up, journal
+from kvhost.asking import answer
+from kvhost.cli_up import Rolling, batches
+from kvhost.journal import Row, read_journal, tell
+
+HOSTS = ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("rolling", "expected"),
+    [
+        (Rolling(batch=2), [["a", "b"], ["c", "d"], ["e"]]),
+        (Rolling(canary="c"), [["c"], ["a", "b", "d", "e"]]),
+        (Rolling(canary="2", batch=2), [["a", "b"], ["c", "d"], ["e"]]),
+        (Rolling(canary="b", batch=3), [["b"], ["a", "c", "d"], ["e"]]),
+        (Rolling(canary="9"), [HOSTS]),
+    ],
+)
+def test_batches(rolling: Rolling, expected: list[list[str]]) -> None:
+    assert batches(HOSTS, rolling) == expected
+
+
+def test_every_host_comes_once() -> None:
+    for size in range(1, 7):
+        for canary in (None, "1", "3", "d"):
+            parts = batches(HOSTS, Rolling(size, canary))
+            assert sorted(name for part in parts for name in part) == HOSTS
+            assert all(parts)
+
+
+def test_no_password_is_written_down(tmp_path: Path) -> None:
+    words = ["up", "--ssh-password", "pw-one", "--ssh-key-password=pw-two", "--use-sudo-password",
+             "--limit", "a"]  # fmt: skip
+    path = journal.begin(tmp_path / "runs", words)
+    text = path.read_text()
+    assert "pw-one" not in text
+    assert "pw-two" not in text
+    assert read_journal(path).command[-3:] == ["--use-sudo-password", "--limit", "a"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_old_journals_go(tmp_path: Path) -> None:
+    made = [journal.begin(tmp_path, ["up"]) for _ in range(journal.KEPT + 3)]
+    assert sorted(tmp_path.glob("*.jsonl")) == made[3:]
+    assert journal.newest(tmp_path) == made[-1]
+
+
+def told(path: Path, *events: dict[str, object]) -> dict[str, Row]:
+    for event in events:
+        tell(str(event.pop("event")), str(path), **event)
+    return read_journal(path).rows
+
+
+def test_a_killed_run_says_at_which_step(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    rows = told(
+        path,
+        {"event": "hosts", "names": ["a", "b", "c"], "unreachable": ["c"]},
+        {"event": "refused", "host": "b", "why": "path_taken"},
+        {"event": "step", "host": "a", "name": "one"},
+        {"event": "step", "host": "b", "name": "refused: see the plan above"},
+        {"event": "error", "host": "b", "name": "refused: see the plan above"},
+        {"event": "step", "host": "a", "name": "two"},
+    )
+    with path.open("a") as file:
+        file.write('{"event": "step", "host": "a", "na')  # cut off
+    again = read_journal(path).rows
+    assert again == rows
+    assert [(r.host, r.result, r.step) for r in rows.values()] == [
+        ("a", "broken off", "two"), ("b", "refused", None), ("c", "unreachable", None),
+    ]  # fmt: skip
+    again_words = journal.retry_command(["kvhost", "up", "--limit", "old"], rows.values())
+    assert again_words == "kvhost up --limit a --limit b --limit c"
+
+
+@pytest.mark.parametrize(
+    ("row", "good"),
+    [
+        (Row("a", "changed", persisted="PASS"), True),
+        (Row("a", "unchanged", persisted="PASS"), True),
+        (Row("a", "unchanged", untested=True), True),
+        (Row("a", "changed", persisted="INCONCLUSIVE"), False),
+        (Row("a", "changed", persisted="FAIL"), False),
+        (Row("a", "changed"), False),
+        (Row("a", "failed", persisted="PASS"), False),
+        (Row("a", "refused", untested=True), False),
+        (Row("a", "not started"), False),
+    ],
+)
+def test_only_a_pass_is_good(row: Row, good: bool) -> None:
+    assert row.good is good
+
+
+class Run:
+    """Stands for pyinfra: tells the journal what a run of these hosts would."""
+
+    def __init__(self, *, refused: str = "", away: str = "", sick: str = "",
+                 verdicts: dict[str, str] | None = None) -> None:  # fmt: skip
+        self.refused, self.away, self.sick = refused, away, sick
+        self.verdicts = verdicts or {}
+        self.ran: list[list[str]] = []
+        self.asked: list[list[str]] = []
+
+    def names(self, args: tuple[str, ...]) -> list[str]:
+        given = [args[n + 1] for n, word in enumerate(args) if word == "--limit"]
+        return given or HOSTS
+
+    def deploy_file(self, inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        names = self.names(args)
+        if deploy == "deploys/health.py":
+            self.asked.append(names)
+            for name in names:
+                answer(name, {"why": "the runner is FATAL" if name in self.sick else None})
+            return int(any(name in self.sick for name in names))
+        assert deploy == "deploys/plan.py"
+        tell("hosts", names=names, unreachable=[n for n in names if n in self.away])
+        for name in names:
+            if name in self.refused:
+                tell("refused", host=name, why="no_space")
+            elif name not in self.away:
+                tell("done", host=name, changed=0)
+        return int(bool(self.refused or self.away))
+
+    def one(self, args: tuple[str, ...]) -> int:
+        names = self.names(args)
+        self.ran.append(names)
+        tell("hosts", names=names, unreachable=[])
+        verdicts = [self.verdicts.get(name, "PASS") for name in names]
+        for name, verdict in zip(names, verdicts, strict=True):
+            tell("step", host=name, name="verify")
+            if verdict == "cut":
+                continue
+            tell("verdict", host=name, persisted=verdict)
+            tell("done" if verdict == "PASS" else "error", host=name, name="verify", changed=2)
+        return 1 if set(verdicts) & {"FAIL", "cut"} else 2 if "INCONCLUSIVE" in verdicts else 0
+
+    def up(self, *args: str, **rolling: str | int) -> int:
+        return cli_up.up(self.deploy_file, self.one, "i.py", args, Rolling(**rolling))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVHOST_RUNS", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def results(runs: Path) -> dict[str, str]:
+    path = journal.newest(runs)
+    assert path is not None
+    return {row.host: row.result for row in read_journal(path).rows.values()}
+
+
+def test_all_batches_with_the_gate_between(runs: Path) -> None:
+    run = Run()
+    assert run.up(batch=2, canary="c") == 0
+    assert run.ran == [["c"], ["a", "b"], ["d", "e"]]
+    assert run.asked == [["c"], ["a", "b"]]  # after the last there is nothing to hold back
+    assert set(results(runs).values()) == {"changed"}
+    assert journal.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("FAIL", 1), ("INCONCLUSIVE", 2)])
+def test_it_stops_at_a_verdict_that_is_not_pass(
+    runs: Path, capsys: pytest.CaptureFixture[str], verdict: str, code: int
+) -> None:
+    run = Run(verdicts={"b": verdict})
+    assert run.up("--data", "verify=always", batch=2) == code
+    assert run.ran == [["a", "b"]]
+    assert results(runs) == {"a": "changed", "b": "failed", **dict.fromkeys("cde", "not started")}
+    said = capsys.readouterr().out
+    assert "STOPPED: b (failed)" in said
+    assert "3 hosts were not begun" in said
+    assert (
+        "kvhost up --inventory i.py --batch 2 --data verify=always "
+        "--limit b --limit c --limit d --limit e" in said
+    )
+
+
+def test_a_host_that_fell_ill_after_its_verdict_stops_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(sick="a")
+    assert run.up(canary="a") == 1
+    assert run.ran == [["a"]]
+    assert results(runs)["a"] == "failed"
+    assert "the runner is FATAL" in capsys.readouterr().out
+
+
+def test_refused_and_unreachable_hosts_are_left_out_and_the_others_done(runs: Path) -> None:
+    run = Run(refused="b", away="d")
+    assert run.up(batch=3) == 1
+    assert run.ran == [["a", "c", "e"]]
+    assert results(runs) == {
+        "a": "changed", "b": "refused", "c": "changed", "d": "unreachable", "e": "changed",
+    }  # fmt: skip
+
+
+def test_a_canary_that_cannot_be_run_stops_all(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(refused="b")
+    assert run.up(canary="b") == 1
+    assert run.ran == []
+    assert "nothing was done" in capsys.readouterr().out
+
+
+def test_hosts_that_are_chosen_stay_so(runs: Path) -> None:
+    run = Run()
+    assert run.up("--limit", "b", "--limit", "d", batch=1) == 0
+    assert run.ran == [["b"], ["d"]]
+
+
+def test_a_run_without_batches_is_one_run(runs: Path) -> None:
+    run = Run()
+    assert run.up() == 0
+    assert (run.ran, run.asked) == ([HOSTS], [])
+
+
+def test_the_next_run_says_where_the_last_stood(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(verdicts={"a": "cut"})
+    assert run.up(batch=1) == cli_up.INTERRUPTED
+    path = journal.newest(runs)
+    assert path is not None
+    lines = path.read_text().splitlines()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    first = lines[0].replace(f'"pid": {os.getpid()}', f'"pid": {child.pid}')
+    path.write_text("\n".join([first, *lines[1:-1]]) + "\n")  # without its end
+    capsys.readouterr()
+    assert Run().up() == 0
+    said = capsys.readouterr().out
+    assert "did not end" in said
+    assert "broken off" in said
+    assert "verify" in said
+    capsys.readouterr()
+    Run().up()
+    assert "did not end" not in capsys.readouterr().out
