@@ -19,7 +19,7 @@ from kvhost import verdict_looks as look
 from kvhost.evidence_model import EVENTS, Event, Evidence
 from kvhost.verdict_causes import likely_causes
 from kvhost.verdict_facts import Facts
-from kvhost.verdict_rules import ask
+from kvhost.verdict_rules import ask, persisted
 from kvhost.verdict_types import Condition, Persisted, Thresholds, Verdict, Weight
 
 _EVERY = frozenset(EVENTS)
@@ -118,21 +118,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _persisted(rules: tuple[Rule, ...], found: list[Condition]) -> Persisted:
-    by_order: list[tuple[str, Condition]] = [
-        (rule.order, condition) for rule, condition in zip(rules, found, strict=True)
-    ]
-    if any(order == "first" and c.met is False for order, c in by_order):
-        return "FAIL"
-    if any(order == "precondition" and c.met is not True for order, c in by_order):
-        return "INCONCLUSIVE"
-    if any(c.weight == "fail" and c.met is False for c in found):
-        return "FAIL"
-    if any(c.weight != "note" and c.met is not True for c in found):
-        return "INCONCLUSIVE"
-    return "PASS"
-
-
 _AFTER: dict[Event, str] = {
     "runner": "after a restart of the runner",
     "cache": "after a restart of the cache server",
@@ -175,8 +160,8 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
     facts = Facts(evidence)
     rules = tuple(rule for rule in RULES if rule.asked(evidence))
     found = ask(rules, facts, limits)
-    persisted = _persisted(rules, found)
-    causes = [] if persisted == "PASS" else likely_causes(facts, found)
+    judged = persisted(rules, found)
+    causes = [] if judged == "PASS" else likely_causes(facts, found)
     cold, control, restored = (_ttft(facts, role) for role in ("cold", "control", "restored"))
     worth: Literal["yes", "no", "unknown"] = "unknown"
     computed = [seconds for seconds in (cold, control) if seconds is not None]
@@ -185,9 +170,9 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
         worth = "yes" if restored <= limits.worth_ratio * min(computed) else "no"
     return Verdict(
         event=evidence.event,
-        persisted=persisted,
+        persisted=judged,
         worth_it=worth,
-        summary=_summary(facts, persisted, found, [cause.title for cause in causes]),
+        summary=_summary(facts, judged, found, [cause.title for cause in causes]),
         ttft_cold_s=cold,
         ttft_control_s=control,
         ttft_warm_s=_ttft(facts, "warm"),

@@ -16,7 +16,7 @@ from typing import Literal
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_foreign_causes import likely_causes
 from kvhost.verdict_foreign_facts import ForeignFacts
-from kvhost.verdict_rules import ask
+from kvhost.verdict_rules import ask, persisted
 from kvhost.verdict_types import Condition, Persisted, Thresholds, Verdict, Weight
 
 Figure = float | int | str | None
@@ -280,17 +280,6 @@ def rules_of(evidence: ForeignEvidence) -> list[ForeignRule]:
     return [rule for rule in RULES if rule.when in given]
 
 
-def _persisted(rules: list[ForeignRule], found: list[Condition]) -> Persisted:
-    pairs = list(zip((rule.order for rule in rules), found, strict=True))
-    if any(order == "first" and c.met is False for order, c in pairs):
-        return "FAIL"
-    if any(order == "precondition" and c.met is not True for order, c in pairs):
-        return "INCONCLUSIVE"
-    if any(c.weight == "fail" and c.met is False for c in found):
-        return "FAIL"
-    return "PASS" if all(c.met is True for c in found) else "INCONCLUSIVE"
-
-
 def _summary(facts: ForeignFacts, persisted: Persisted, found: list[Condition], why: str) -> str:
     if persisted == "PASS":
         tokens = facts.vllm("restored", "external_hits") or 0
@@ -312,8 +301,8 @@ def judge_foreign(evidence: ForeignEvidence, thresholds: Thresholds | None = Non
     facts = ForeignFacts(evidence)
     rules = rules_of(evidence)
     found = ask(rules, facts, limits)
-    persisted = _persisted(rules, found)
-    causes = [] if persisted == "PASS" else likely_causes(facts, found)
+    judged = persisted(rules, found)
+    causes = [] if judged == "PASS" else likely_causes(facts, found)
     open_ = [c.question for c in found if c.met is not True]
     why = causes[0].title if causes else open_[0] if open_ else ""
     cold, control, restored = (facts.ttft(role) for role in ("cold", "control", "restored"))
@@ -323,9 +312,9 @@ def judge_foreign(evidence: ForeignEvidence, thresholds: Thresholds | None = Non
         worth = "yes" if restored <= limits.worth_ratio * min(computed) else "no"
     return Verdict(
         event="command",
-        persisted=persisted,
+        persisted=judged,
         worth_it=worth,
-        summary=_summary(facts, persisted, found, why),
+        summary=_summary(facts, judged, found, why),
         ttft_cold_s=cold,
         ttft_control_s=control,
         ttft_warm_s=facts.ttft("warm"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from kvhost.verdict_types import Cause, Condition, Thresholds, Weight
+from kvhost.verdict_types import Cause, Condition, Persisted, Thresholds, Weight
 
 PAGE = "docs/troubleshooting.md"
 
@@ -19,6 +19,8 @@ class Asked(Protocol):
     def question(self) -> str: ...
     @property
     def weight(self) -> Weight: ...
+    @property
+    def order(self) -> Literal["first", "precondition", "normal"]: ...
     @property
     def look(self) -> Callable[[Any, Thresholds], Any]: ...
 
@@ -52,6 +54,24 @@ def ask(rules: Iterable[Asked], facts: object, limits: Thresholds) -> list[Condi
             )
         )
     return found
+
+
+def persisted(rules: Iterable[Asked], found: Iterable[Condition]) -> Persisted:
+    """What follows from the conditions of these rules; what is not known is never a PASS.
+
+    A wrong answer comes first, then what must hold for a test to say anything, then the rest.
+    """
+    pairs = list(zip((rule.order for rule in rules), found, strict=True))
+    conditions = [condition for _, condition in pairs]
+    if any(order == "first" and c.met is False for order, c in pairs):
+        return "FAIL"
+    if any(order == "precondition" and c.met is not True for order, c in pairs):
+        return "INCONCLUSIVE"
+    if any(c.weight == "fail" and c.met is False for c in conditions):
+        return "FAIL"
+    if any(c.weight != "note" and c.met is not True for c in conditions):
+        return "INCONCLUSIVE"
+    return "PASS"
 
 
 def fitting(table: Iterable[Named], facts: object, conditions: list[Condition]) -> list[Cause]:

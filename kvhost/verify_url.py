@@ -25,7 +25,8 @@ from kvhost.verdict_types import Thresholds
 from kvhost.verdict_view import printable
 
 ONHOST = Path(__file__).resolve().parent / "onhost"
-SCRIPTS = ("evidence_foreign.py", "evidence_foreign_parts.py", "evidence_probe.py")
+SCRIPTS = ("evidence_foreign.py", "evidence_foreign_parts.py", "evidence_probe.py",
+           "evidence_steps.py")  # fmt: skip
 LOCAL = "local"
 #: Token ids at both ends of a vocabulary are often special; prompts are drawn between them.
 SPECIAL_IDS = 20

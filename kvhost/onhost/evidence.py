@@ -57,15 +57,17 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
-    from kvhost.onhost.evidence_collect import SCHEMA, SIGNALS, stop
+    from kvhost.onhost.evidence_collect import SCHEMA, stop
     from kvhost.onhost.evidence_config import load_config
     from kvhost.onhost.evidence_events import RebootNow, Test
+    from kvhost.onhost.evidence_steps import SIGNALS
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import evidence_probe as probe
-    from evidence_collect import SCHEMA, SIGNALS, stop
+    from evidence_collect import SCHEMA, stop
     from evidence_config import load_config
     from evidence_events import RebootNow, Test
+    from evidence_steps import SIGNALS
 
 Json = dict[str, Any]
 REBOOT = 4

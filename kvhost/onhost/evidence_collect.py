@@ -13,7 +13,6 @@ import os
 import random
 import secrets
 import signal
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -23,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
+    from kvhost.onhost.evidence_steps import SIGNALS, Interrupted, run_step
 else:  # on the host the files lie beside each other, in no package
     import evidence_probe as probe
+    from evidence_steps import SIGNALS, Interrupted, run_step
 
 SCHEMA = "kvhost/evidence/2"
 Json = dict[str, Any]
@@ -50,13 +51,6 @@ SMALL_CHUNKS = 4  # of the prompts of the controls
 TAIL = 8  # tokens behind the last whole chunk: vLLM computes at least one itself
 
 
-class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived; not an Exception, so that no step takes it for its own failure."""
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the connection is gone
-
-
 def stop(number: int, _frame: Any) -> None:
     raise Interrupted(signal.Signals(number).name)
 
@@ -73,10 +67,6 @@ def finishing_first() -> Iterator[None]:
             signal.signal(number, handler)
     if arrived:
         stop(arrived[0], None)
-
-
-class InUse(Exception):
-    """Somebody else uses the server, and the config does not say to disrupt it."""
 
 
 class Collector:
@@ -375,24 +365,5 @@ class Collector:
     def step(self, title: str, action: Callable[[], Any]) -> bool:
         """Runs one step, records its outcome; False when it failed."""
         self.number += 1
-        started = time.monotonic()
-        row: Json = {"name": title, "ok": False, "seconds": 0.0, "error": None}
-        self.evidence["steps"].append(row)
-        shown: Any = None
-        try:
-            shown = action()
-            row["ok"] = True
-        except Interrupted as error:
-            row["error"] = f"interrupted by {error}"
-            raise
-        except Exception as error:  # recorded for the judge, not swallowed
-            row["error"] = probe.scrub(f"{type(error).__name__}: {error}", self.key, 1000)
-            if isinstance(error, InUse):
-                raise
-        finally:
-            row["seconds"] = round(time.monotonic() - started, 2)
-            text = row["error"] or ("" if shown is None else json.dumps(shown))
-            head = f"[{self.event} {self.number}/{self.total}] {title} ... {row['seconds']:.1f} s"
-            with contextlib.suppress(OSError):  # nobody listens any more; the test goes on
-                print(f"{head}  {text}".rstrip(), file=sys.stderr, flush=True)
-        return bool(row["ok"])
+        head = f"[{self.event} {self.number}/{self.total}] "
+        return run_step(self.evidence["steps"], title, action, self.key, head)

@@ -21,20 +21,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
     from kvhost.onhost.evidence_collect import (
-        SIGNALS,
         Files,
-        Interrupted,
-        InUse,
         Json,
         finishing_first,
     )
     from kvhost.onhost.evidence_other import SecondPair
     from kvhost.onhost.evidence_restart import Services
+    from kvhost.onhost.evidence_steps import SIGNALS, Interrupted, InUse
 else:  # on the host the files lie beside each other, in no package
     import evidence_probe as probe
-    from evidence_collect import SIGNALS, Interrupted, InUse, finishing_first
+    from evidence_collect import finishing_first
     from evidence_other import SecondPair
     from evidence_restart import Services
+    from evidence_steps import SIGNALS, Interrupted, InUse
 
 ASIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence_aside.py")
 

@@ -48,24 +48,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvhost.onhost import evidence_foreign_parts as parts
     from kvhost.onhost import evidence_probe as probe
+    from kvhost.onhost.evidence_steps import SIGNALS, Interrupted, InUse, run_step
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import evidence_foreign_parts as parts
     import evidence_probe as probe
+    from evidence_steps import SIGNALS, Interrupted, InUse, run_step
 
 SCHEMA = "kvhost/evidence-foreign/1"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SHOWN = ("model", "prompt_tokens", "chunk_size", "max_tokens", "disrupt", "storage_dir")
 ANSWER = ("ttft_s", "total_s", "output_tokens", "usage_prompt_tokens", "usage_cached_tokens")
 Json = dict[str, Any]
-
-
-class Interrupted(BaseException):
-    """A signal arrived; not an Exception, so that no step takes it for its own failure."""
-
-
-class InUse(Exception):
-    """Somebody else uses the server, and the config does not say to disrupt it."""
 
 
 class Collector:
@@ -331,26 +324,7 @@ class Collector:
 
     def step(self, title: str, action: Callable[[], Any]) -> bool:
         """Runs one step, records its outcome; False when it failed."""
-        started = time.monotonic()
-        row: Json = {"name": title, "ok": False, "seconds": 0.0, "error": None}
-        self.evidence["steps"].append(row)
-        shown: Any = None
-        try:
-            shown = action()
-            row["ok"] = True
-        except Interrupted as error:
-            row["error"] = f"interrupted by {error}"
-            raise
-        except Exception as error:  # recorded for the judge, not swallowed
-            row["error"] = probe.scrub(f"{type(error).__name__}: {error}", self.key, 1000)
-            if isinstance(error, InUse):
-                raise
-        finally:
-            row["seconds"] = round(time.monotonic() - started, 2)
-            text = row["error"] or ("" if shown is None else json.dumps(shown))
-            with contextlib.suppress(OSError):  # nobody listens any more; the test goes on
-                print(f"{title} ... {row['seconds']:.1f} s  {text}", file=sys.stderr, flush=True)
-        return bool(row["ok"])
+        return run_step(self.evidence["steps"], title, action, self.key)
 
     def steps(self) -> None:
         if not self.step("what answers", self.identify):
