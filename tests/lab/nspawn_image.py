@@ -41,6 +41,7 @@ TOOLS = {
     "ip": "iproute2",
     "ssh": "openssh-client",
     "mkfs.ext4": "e2fsprogs",
+    "faketime": "faketime",
 }
 
 
