@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvhost._drive_combinations import drive_problems
 from kvhost._problems import Problem
+from kvhost._runner_combinations import runner_problems
 from kvhost._values import is_hub_id, is_loopback
 from kvhost.paths import HostPaths
 
@@ -26,6 +27,7 @@ def combination_problems(
         yield from rule(settings)
     yield from _bundle(settings)
     yield from _key_beyond_loopback(settings, api_key_in_env)
+    yield from runner_problems(settings)
     yield from drive_problems(settings)
 
 
@@ -48,11 +50,15 @@ def _watermarks(s: Settings) -> _Found:
 
 def _ports(s: Settings) -> _Found:
     ports = {key: getattr(s, key) for key in ("api_port", "cache_port", "cache_http_port")}
+    ports |= {f"api_port of {one.name}": one.api_port for one in s.more_runners}
     for port in sorted(set(ports.values())):
         same = tuple(key for key, value in ports.items() if value == port)
         if len(same) > 1:
-            free = next(n for n in range(8001, 8005) if n not in ports.values())
-            yield _found(same, f"all are {port}; each needs its own port", f"{same[-1]} = {free}")
+            free = next(n for n in range(8001, 9000) if n not in ports.values())
+            keys = tuple(dict.fromkeys("more_runners" if " " in key else key for key in same))
+            named = "" if keys == same else f"{' and '.join(same)}: "
+            what = f"{named}all are {port}; each needs its own port"
+            yield _found(keys, what, f"{same[-1]} = {free}")
 
 
 def _revision(s: Settings) -> _Found:

@@ -7,6 +7,7 @@ unambiguous beginning of a flag, `--no-FLAG`, `--FLAG=VALUE` and `--FLAG.key VAL
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from kvhost._problems import Refusal
 from kvhost._values import one_line
@@ -42,6 +43,8 @@ DENIED: dict[str, str] = {
     "--kv-cache-dtype": _SET.format("kv_cache_dtype"),
     "--host": _SET.format("api_host"),
     "--port": _SET.format("api_port"),
+    "--tensor-parallel-size": _SET.format("tensor_parallel_size"),
+    "--gpu-memory-utilization": _SET.format("gpu_memory_share"),
     "--kv-transfer-config": f"{_OWN}, from the settings of the cache",
     "--kv-offloading-size": _SECOND,
     "--kv-offloading-backend": _SECOND,
@@ -65,6 +68,7 @@ DENIED: dict[str, str] = {
 }
 # Flags of vLLM that may be given although a denied flag begins with the same letters.
 _ALLOWED_BEGINNINGS = frozenset({"--tokenizer"})
+_SHORT = {"-h": "--help", "-tp": "--tensor-parallel-size"}
 _EXAMPLE = ["--max-num-seqs", "4"]
 
 
@@ -77,8 +81,8 @@ def flag_name(item: str) -> str:
 def why_denied(item: str) -> str | None:
     """Why this flag may not be given, or None. Only flags are looked at, not their values."""
     name = flag_name(item)
-    if name == "-h":
-        return DENIED["--help"]
+    if name in _SHORT:
+        return DENIED[_SHORT[name]]
     if not name.startswith("--") or name in _ALLOWED_BEGINNINGS:
         return None
     if re.search(r"-loras?(-|$)", name):
@@ -117,3 +121,14 @@ def runner_extra_args(items: list[str]) -> list[str]:
     if wrong:
         raise Refusal("; ".join(wrong), _EXAMPLE)
     return items
+
+
+def count_flag(args: Sequence[str], *names: str) -> int:
+    """A flag of vllm serve that is a whole number, by any of its names without dashes; 1 when it
+    is not there, or is what vLLM will refuse."""
+    found = ""
+    for place, word in enumerate(args):
+        head, equals, value = word.partition("=")
+        if head.lstrip("-").replace("_", "-") in names and head.startswith("-"):
+            found = value if equals else next(iter(args[place + 1 : place + 2]), "")
+    return max(1, int(found)) if re.fullmatch(r"\d+", found) else 1

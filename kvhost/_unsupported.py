@@ -39,14 +39,6 @@ NOT_SETTINGS: dict[str, tuple[str, str]] = {
     "swap_space": ("is gone from vLLM since 0.22", "nothing; memory for KV is l1_gib"),
     "local_disk": (f"is not a setting: {_CACHE_KINDS['local_disk']}", "cache_kind = 'mp'"),
     "max_local_disk_size": ("is LMCache's, and not kept to", "cache_limit_gib = 20.0"),
-    "gpu_memory_utilization": (
-        "is not a setting of its own",
-        "runner_extra_args = ['--gpu-memory-utilization', '0.9']",
-    ),
-    "tensor_parallel_size": (
-        "is not a setting of its own",
-        "runner_extra_args = ['--tensor-parallel-size', '2']",
-    ),
     "quantization": (
         "is not a setting of its own",
         "runner_extra_args = ['--quantization', 'fp8']",
@@ -57,12 +49,15 @@ OTHER_NAMES: dict[str, str] = {
     "cache_dir": "tier_dir",
     "cache_size": "cache_limit_gib",
     "context_length": "max_model_len",
+    "gpu_memory_utilization": "gpu_memory_share",
     "host": "api_host",
     "lock": "engine_lock",
     "model": "model_source",
     "model_name": "served_model_name",
     "port": "api_port",
+    "runners": "more_runners",
     "revision": "model_revision",
+    "tp": "tensor_parallel_size",
     "user": "service_user",
     "vllm_args": "runner_extra_args",
 }

@@ -285,9 +285,9 @@ def purge(
 @click.option(
     "--service",
     "services",
-    type=click.Choice(["cache", "runner", "pruner", "supervisord"]),
+    metavar="NAME",
     multiple=True,
-    help="Only this one; repeatable.",
+    help="Only cache, runner, runner-NAME, pruner or supervisord; repeatable.",
 )
 @click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
 @click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from kvhost.schema import Settings
+from kvhost.schema_runners import MoreRunner
 from kvhost.settings import field_notes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
@@ -75,8 +76,12 @@ def _type_name(kind: Any) -> str:
         return _type_name(Union[tuple(a for a in get_args(kind) if a is not type(None))])  # noqa: UP007
     if hasattr(kind, "__metadata__"):
         return _type_name(get_args(kind)[0])
+    if kind is MoreRunner:
+        return "runner"
     names = {str: "text", int: "whole number", float: "number", bool: "yes or no"}
-    return "list of texts" if get_origin(kind) is list else names[kind]
+    if get_origin(kind) is list:
+        return f"list of {_type_name(get_args(kind)[0])}s"
+    return names[kind]
 
 
 def _bounds(field: FieldInfo) -> str:

@@ -28,7 +28,8 @@ class Module(_Model):
 
 
 class SmiGpu(_Model):
-    """A GPU as nvidia-smi lists it; `fabric`: its state behind NVSwitch, None without one."""
+    """A GPU as nvidia-smi lists it; `fabric`: its state behind NVSwitch, None without one;
+    `uuid`: None where a report of an earlier version does not say it."""
 
     address: str
     name: str | None
@@ -38,6 +39,7 @@ class SmiGpu(_Model):
     mig: bool
     persistence: bool
     fabric: str | None
+    uuid: str | None = None
 
 
 class SmiLog(_Model):

@@ -28,4 +28,5 @@ def need_of(config: Mapping[str, Any], weights_bytes: int, settings: Settings) -
     except (KeyError, TypeError, ValueError):
         return None
     element = DTYPE_BYTES.get(settings.kv_cache_dtype) or DTYPE_BYTES.get(settings.dtype) or 2
-    return ModelNeed(weights_bytes, 2 * layers * kv_heads * head_size * element, context)
+    kv_bytes = 2 * layers * kv_heads * head_size * element
+    return ModelNeed(weights_bytes, kv_bytes, context, heads, kv_heads)

@@ -35,6 +35,7 @@ from kvhost.plan_types import (
 )
 from kvhost.plan_upgrade import upgrade, upgrade_notes
 from kvhost.report import HostReport, Kvhost, Namespace, Part
+from kvhost.runners import runners_of, whose_config
 from kvhost.settings import Settings
 
 #: as many changed files are named in the plan
@@ -52,12 +53,15 @@ __all__ = [
     "refused",
 ]
 
-#: name, stage, words
-SERVICES: tuple[tuple[str, Stage, str], ...] = (
-    ("cache", "cache", "the cache server"),
-    ("pruner", "cache", "the pruner"),
-    ("runner", "runner", "the runner"),
-)
+
+def planned(settings: Settings) -> tuple[tuple[str, Stage, str], ...]:
+    """Name, stage and words of every service."""
+    runners = [(one.service, one.title) for one in runners_of(settings)]
+    return (
+        ("cache", "cache", "the cache server"),
+        ("pruner", "cache", "the pruner"),
+        *((name, "runner", words) for name, words in runners),
+    )
 
 
 def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan:
@@ -146,7 +150,9 @@ def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[A
     link = current.data
     to = bool(env and link and link.resolves and link.target.rstrip("/").endswith(f"/{env.name}"))
     state = "unknown" if state == "unknown" else _state(current, to)
-    running = [words for name, _, words in SERVICES if name != "pruner" and alive(report, name)]
+    running = [
+        words for name, _, words in planned(settings) if name != "pruner" and alive(report, name)
+    ]
     cost = f"restarts {' and '.join(running)}" if running else ""
     what = "switch current to that engine"
     actions.append(Action("engine", what, state, (cost or None) if state == "change" else None))
@@ -175,7 +181,7 @@ def _services(
     actions = [_namespace(settings, report, facts)]
     services, files = _own(report, "services"), _own(report, "files")
     changed = _changed_files(settings, report, facts)
-    for name, stage, words in SERVICES:
+    for name, stage, words in planned(settings):
         mine, running = changed[name], alive(report, name)
         cost = None
         if services.status == "unreadable" or files.status == "unreadable":
@@ -194,12 +200,13 @@ def _changed_files(
     settings: Settings, report: HostReport, facts: PlanInputs
 ) -> dict[str, list[str]]:
     """Rendered files that differ from the host's or lack there, by whom they concern."""
-    found: dict[str, list[str]] = {"host": [], **{name: [] for name, _, _ in SERVICES}}
+    found: dict[str, list[str]] = {"host": [], **{name: [] for name, _, _ in planned(settings)}}
     on_host = _own(report, "files").data or {}
     for path, digest in sorted((facts.rendered or {}).items()):
         name = path.removeprefix(f"{settings.paths.etc}/")
         stem = name.partition(".")[0] if name != path else "host"
-        whose = "runner" if stem == "vllm" else stem if stem in found else "host"
+        stem = whose_config(name) or stem
+        whose = stem if stem in found else "host"
         if path not in on_host or on_host[path].sha256 != digest:
             found[whose].append(path.removeprefix(f"{settings.base_dir}/"))
     return found

@@ -23,13 +23,16 @@ from kvhost.plan_host import (
     own_shm,
 )
 from kvhost.plan_storage import places, room
-from kvhost.plan_types import GIB, PlanInputs, Refusal, size, unreadable
+from kvhost.plan_types import GIB, ModelNeed, PlanInputs, Refusal, size, unreadable
 from kvhost.plan_upgrade import failed_before
 from kvhost.report import HostReport, Os
+from kvhost.runners import FIRST, runners_of
 from kvhost.settings import Settings
 
 # vLLM and the cache server without weights and caches: about 3 GB resident were measured.
 PROCESSES_BYTES = int(3.5 * GIB)
+# one more rank, of the same runner or of another
+RANK_BYTES = int(2.5 * GIB)
 # vLLM's own queues and the workers' semaphores beside LMCache's pool.
 SHM_MARGIN_BYTES = GIB // 8
 
@@ -197,21 +200,27 @@ def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
     if report.memory.data is None:
         yield unreadable("runner", "memory", report.memory.why)
         return
-    weights = facts.model.weights_bytes if facts.model else 0
-    # with a GPU the engine's own KV lies in its memory
-    engine_kv = settings.engine_kv_gib if facts.cuda is None else 0
-    caches = (engine_kv + settings.l1_gib) * GIB
-    needed = weights + caches + PROCESSES_BYTES
+    runners = runners_of(settings)
+    # on a CPU the ranks of a runner share its weights; with a GPU they pass through memory once
+    weights = len(runners) * (facts.model.weights_bytes if facts.model else 0)
+    # each rank of a runner has KV memory of that size; with a GPU it lies in the GPU
+    kv = [one.settings.engine_kv_gib * one.ranks for one in runners if facts.cuda is None]
+    engine_kv = sum(kv)
+    # l1_gib is the cache server's, for all ranks: with LMCache's server they have none of their own
+    processes = PROCESSES_BYTES + (sum(one.ranks for one in runners) - 1) * RANK_BYTES
+    needed = weights + (engine_kv + settings.l1_gib) * GIB + processes
     have, whence = memory_for_us(report)
     if needed > have:
+        each = f" ({' + '.join(map(str, kv))} of {len(runners)} runners)" if len(kv) > 1 else ""
+        fewer = ", fewer runners" if len(runners) > 1 else ""
         yield Refusal(
             "runner",
             "ram_too_small",
             "the model and its caches do not fit into memory",
-            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {engine_kv} GiB, "
-            f"l1_gib {settings.l1_gib} GiB, processes {size(PROCESSES_BYTES)}",
+            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {engine_kv} GiB{each}, "
+            f"l1_gib {settings.l1_gib} GiB, processes {size(processes)}",
             f"{size(have)} free for kvhost, {whence}",
-            "lower engine_kv_gib or l1_gib, use a smaller model, or free memory",
+            f"lower engine_kv_gib or l1_gib, use a smaller model{fewer}, or free memory",
         )
 
 
@@ -242,8 +251,10 @@ def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
         yield unreadable("runner", "ports in use", report.ports.why)
         return
     ours = own_pids(report)
+    more = [(f"api_port of {one.name}", one.api_port) for one in settings.more_runners]
     wanted = (
         ("api_port", settings.api_host, settings.api_port),
+        *((key, settings.api_host, port) for key, port in more),
         ("cache_port", "127.0.0.1", settings.cache_port),
         ("cache_http_port", "127.0.0.1", settings.cache_http_port),
     )
@@ -304,16 +315,36 @@ def _model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
             f"max_model_len = {tokens} tokens",
             f"max_model_len = {need.max_context}",
         )
-    room, wanted = settings.engine_kv_gib * GIB, need.kv_bytes_per_token * tokens
-    if wanted > room and facts.cuda is None:
-        fits = room // need.kv_bytes_per_token
+    yield from _heads(settings, need)
+    for runner in runners_of(settings) if facts.cuda is None else ():
+        gib, tensor = runner.settings.engine_kv_gib, runner.settings.tensor_parallel_size
+        # every rank holds its part of each token's KV, and has that much memory
+        per_token = need.kv_of_rank(tensor, runner.pipeline)
+        wanted = per_token * tokens
+        if wanted > gib * GIB:
+            fits = int(gib * GIB // per_token)
+            yield Refusal(
+                "model",
+                "kv_too_small",
+                "one request of max_model_len tokens does not fit into the engine's KV memory",
+                f"{size(wanted)}: {tokens} tokens of {size(per_token)} each",
+                f"engine_kv_gib = {gib} GiB" + f" of {runner.title}" * (runner.service != FIRST),
+                f"engine_kv_gib = {math.ceil(wanted / GIB)}, or max_model_len = {fits}",
+            )
+
+
+def _heads(settings: Settings, need: ModelNeed) -> Iterator[Refusal]:
+    """vLLM gives every rank of tensor parallelism the same number of attention heads."""
+    ranks = settings.tensor_parallel_size
+    if need.heads is not None and need.heads % ranks:
+        fitting = [n for n in range(1, need.heads + 1) if need.heads % n == 0 and n <= 64]
         yield Refusal(
             "model",
-            "kv_too_small",
-            "one request of max_model_len tokens does not fit into the engine's KV memory",
-            f"{size(wanted)}: {tokens} tokens of {size(need.kv_bytes_per_token)} each",
-            f"engine_kv_gib = {settings.engine_kv_gib} GiB",
-            f"engine_kv_gib = {math.ceil(wanted / GIB)}, or max_model_len = {fits}",
+            "heads_not_divisible",
+            "the model's attention heads cannot be shared out among the ranks",
+            f"tensor_parallel_size that divides {need.heads} heads",
+            f"tensor_parallel_size = {ranks}",
+            f"tensor_parallel_size = one of {', '.join(map(str, fitting))}",
         )
 
 

@@ -19,11 +19,25 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class ModelNeed:
-    """What a model asks for: bytes of weights in memory, bytes of KV a token, tokens of context."""
+    """What a model asks for: bytes of weights in memory, bytes of KV a token, tokens of context.
+    `heads`, `kv_heads`: of its attention, by which tensor parallelism divides it; None: not known.
+    """
 
     weights_bytes: int
     kv_bytes_per_token: int
     max_context: int
+    heads: int | None = None
+    kv_heads: int | None = None
+
+    def weights_of_rank(self, ranks: int) -> float:
+        """Bytes; embeddings, which vLLM divides too, are counted like the rest."""
+        return self.weights_bytes / ranks
+
+    def kv_of_rank(self, tensor: int, pipeline: int = 1) -> float:
+        """Bytes a token that one rank holds: more ranks than KV heads each hold a whole head."""
+        if self.kv_heads is None:
+            return self.kv_bytes_per_token / tensor / pipeline
+        return self.kv_bytes_per_token * max(1, self.kv_heads // tensor) / self.kv_heads / pipeline
 
 
 @dataclass(frozen=True)

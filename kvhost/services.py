@@ -12,6 +12,7 @@ from typing import Any
 
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
+from kvhost.runners import FIRST, config_name, runners_of
 from kvhost.settings import Settings
 
 #: Files that the services share with the host scripts
@@ -125,12 +126,15 @@ def api_key_path(paths: HostPaths) -> str:
     return f"{paths.secrets}/api-key"
 
 
-def ready_argv(settings: Settings, paths: HostPaths, *, with_key: bool) -> tuple[str, ...]:
-    """Command that asks whether the server has answered; run as root, it counts its request."""
+def ready_argv(
+    settings: Settings, paths: HostPaths, *, with_key: bool, name: str = FIRST
+) -> tuple[str, ...]:
+    """Command that asks whether a runner has answered; run as root, it counts its request."""
     key = ("--key-file", api_key_path(paths)) if with_key else ()
+    which = ("--runner", name) if name != FIRST else ()
     return (
         *cache_ready_argv(settings, paths),
-        *("--api", api_url(settings), "--model", served_name(settings), *key),
+        *("--api", api_url(settings), "--model", served_name(settings), *key, *which),
     )
 
 
@@ -173,13 +177,16 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
 
 def runner_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
     """Environment of vLLM, and of whoever reads its configuration: lib/ holds modules of kvhost."""
-    return {**service_env(settings, paths), "PYTHONPATH": paths.lib}
+    # CUDA and vLLM take UUIDs here (vllm/platforms/cuda.py asks NVML by them)
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(settings.gpus)} if settings.gpus else {}
+    return {**service_env(settings, paths), "PYTHONPATH": paths.lib, **gpus}
 
 
 def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict[str, Any]:
     """vLLM's options, for its YAML configuration (templates/vllm.yaml.j2)."""
     # vLLM's own check of the key leaves paths open that generate text
     guard = {"middleware": ["kvhost_guard.Guard"]} if with_key else {}
+    share, tensor = settings.gpu_memory_share, settings.tensor_parallel_size
     return {
         **guard,
         "model": model_dir(settings, paths),
@@ -189,6 +196,8 @@ def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict
         "max-model-len": settings.max_model_len,
         "dtype": dtype(settings),
         "kv-cache-dtype": settings.kv_cache_dtype,
+        **({"tensor-parallel-size": tensor} if tensor > 1 else {}),
+        **({"gpu-memory-utilization": share} if share is not None else {}),
         "enable-prompt-tokens-details": True,
         "enforce-eager": True,
         "disable-uvicorn-access-log": True,
@@ -293,12 +302,13 @@ def gpu_gate(paths: HostPaths, gpus: int) -> tuple[tuple[str, ...], ...]:
 
 
 def runner_service(
-    settings: Settings, paths: HostPaths, *, with_key: bool, gpus: int = 0
+    settings: Settings, paths: HostPaths, *, with_key: bool, gpus: int = 0, name: str = FIRST
 ) -> Service:
-    config, copy = f"{paths.etc}/vllm.yaml", f"{paths.run}/vllm.yaml"
+    """One runner, of whose own settings (kvhost/runners.py) this is made."""
+    config, copy = f"{paths.etc}/{config_name(name)}", f"{paths.run}/{config_name(name)}"
     return Service(
-        name="runner",
-        title="vLLM",
+        name=name,
+        title="vLLM" + name.removeprefix(FIRST).replace("-", " "),
         argv=(
             *(f"{paths.current}/bin/vllm", "serve", "--config", copy),
             *settings.runner_extra_args,
@@ -315,7 +325,7 @@ def runner_service(
             f"{paths.lib}/kvhost_connector.py",
         ),
         after=("cache",),
-        ready=ready_argv(settings, paths, with_key=with_key),
+        ready=ready_argv(settings, paths, with_key=with_key, name=name),
         ready_s=settings.ready_timeout_s,
         stop_timeout_s=60,
         priority=20,
@@ -350,9 +360,12 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
 def services(
     settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool, gpus: int = 0
 ) -> tuple[Service, ...]:
-    """All services of a host in the order of their start. ``gpus``: how many the engine needs."""
+    """All services of a host in the order of their start. ``gpus``: how many a runner needs."""
     return (
         cache_service(settings, paths, namespace_dir),
-        runner_service(settings, paths, with_key=with_key, gpus=gpus),
+        *(
+            runner_service(one.settings, paths, with_key=with_key, gpus=gpus, name=one.service)
+            for one in runners_of(settings)
+        ),
         pruner_service(settings, paths, namespace_dir),
     )

@@ -29,6 +29,7 @@ from kvhost._problems import (
 from kvhost._unsupported import NOT_SETTINGS, OTHER_NAMES
 from kvhost.schema import Settings
 from kvhost.schema_drives import HOST_DATA_ONLY
+from kvhost.schema_runners import MoreRunner
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -117,6 +118,10 @@ def settings_digest(settings: Settings) -> str:
     content["cache_limit_gib"] = settings.limit_gib
     if settings.claims_a_drive:
         content["drive_mount"] = settings.resolved_drive_mount
+    # receipts of before these settings existed stay what they are
+    for key in ("more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size"):
+        if content[key] == Settings.model_fields[key].default:
+            del content[key]
     reaching = {key: content[key] for key in content if field_notes(key)["reaches_host"]}
     canonical = json.dumps(reaching, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -241,6 +246,8 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
         words, name = _BOUNDS[kind]
         what = f"must be {words} {context[name]} {unit}, not {given}"
         return Problem(key, what, _write(key))
+    if key == "more_runners":
+        return _of_runner(value, detail)
     if len(detail["loc"]) > 1:
         what = f"item {int(detail['loc'][1]) + 1} of the list must be text, in quotes"
         return Problem(key, what, _write(key))
@@ -251,3 +258,24 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
             write += f" (text that looks like a number, on the command line: --data '{key}=\"1\"')"
         return Problem(key, what, write)
     return Problem(key, f"{detail['msg']}, not {given}", _write(key))
+
+
+def _of_runner(value: object, detail: ErrorDetails) -> Problem:
+    """One error in an entry of more_runners, said with the entry's number and key."""
+    _, *where = detail["loc"]
+    if not where:
+        return Problem("more_runners", "must be a list of runners", _write("more_runners"))
+    place, cause = f"item {int(where[0]) + 1}", detail.get("ctx", {}).get("error")
+    if len(where) == 1:
+        what = f"{place} must be a mapping with name and api_port"
+        return Problem("more_runners", what, _write("more_runners"))
+    name = short(str(where[1])).strip("'")
+    if detail["type"] == "missing":
+        what = f"{place} has no {name}"
+    elif detail["type"] == "extra_forbidden":
+        meant = nearest(str(where[1]), MoreRunner.model_fields)
+        what = f"{place}: a further runner has no {name} of its own"
+        what += f"; did you mean {meant}?" if meant else ""
+    else:
+        what = f"{place}, {name}: {cause.what if isinstance(cause, Refusal) else detail['msg']}"
+    return Problem("more_runners", what, _write("more_runners"))

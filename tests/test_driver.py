@@ -280,7 +280,9 @@ def test_the_script_reads_a_host_with_gpus(root: Path) -> None:
     assert facts.smi and facts.smi.log and len(facts.smi.log.gpus) == 2
     assert facts.smi.log.gpus[0].memory_mib == 24564
     whole = str(report_gpu.driver())
-    assert "secret" not in whole and "1650522003820" not in whole and "GPU-5135" not in whole
+    # its serial number stays where it is; by its UUID a runner chooses it
+    assert "secret" not in whole and "1650522003820" not in whole
+    assert facts.smi.log.gpus[0].uuid == "GPU-513536b6"
 
 
 def test_the_scripts_that_the_report_runs_travel_with_it() -> None:

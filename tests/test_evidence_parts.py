@@ -55,9 +55,9 @@ def test_a_count_of_own_requests_of_a_wrong_shape_is_none(content: str, tmp_path
     assert probe.own_requests(str(path), who) == 0
     (tmp_path / "run").mkdir()
     (tmp_path / "run/runner.json").write_text(json.dumps(who))
-    ready.count_own_request(str(tmp_path))
+    ready.count_own_request(str(tmp_path), "runner")
     assert probe.own_requests(str(path), who) == 1
-    ready.count_own_request(str(tmp_path))
+    ready.count_own_request(str(tmp_path), "runner")
     assert probe.own_requests(str(path), who) == 2
     assert probe.own_requests(str(path), {**who, "start_ticks": 10}) == 0
 

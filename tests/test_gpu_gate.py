@@ -8,10 +8,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvhost.plan_accelerator import gpus_needed
+from kvhost.runners import ranks
+from kvhost.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "kvhost/onhost/gpu_gate.py"
 CARD = "echo 'GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1d0000-0000-0000-0000-00000000000{n})'"
@@ -84,12 +86,12 @@ def test_it_ends_with_what_is_missing(tmp_path: Path, script: str | None, why: s
 
 
 @pytest.mark.parametrize(
-    ("args", "gpus"),
+    ("given", "gpus"),
     [
-        ((), 1),
-        (("--tensor-parallel-size", "4"), 4),
-        (("--tensor-parallel-size=2", "--pipeline-parallel-size", "3"), 6),
+        ({}, 1),
+        ({"tensor_parallel_size": 4}, 4),
+        ({"tensor_parallel_size": 2, "runner_extra_args": ["--pipeline-parallel-size", "3"]}, 6),
     ],
 )
-def test_how_many_the_engine_needs(args: tuple[str, ...], gpus: int) -> None:
-    assert gpus_needed(args) == gpus
+def test_how_many_the_engine_needs(given: dict[str, Any], gpus: int) -> None:
+    assert ranks(Settings(**given)) == gpus

@@ -102,10 +102,13 @@ def args(*words: str) -> dict[str, Any]:
 
 
 def test_more_gpus_than_there_are() -> None:
-    got = on_gpu(GOOD, **args("--tensor-parallel-size", "4"))
+    large = {"memory.available": 64 * GIB}
+    got = on_gpu(GOOD, large, tensor_parallel_size=4)
     assert codes(got) == ["too_few_gpus"]
     assert got.refusals[0].found == "2 in nvidia-smi"
-    assert codes(on_gpu(GOOD, **args("-tp", "2", "-pp", "2"))) == ["too_few_gpus"]
+    assert codes(on_gpu(GOOD, large, tensor_parallel_size=2, **args("-pp", "2"))) == [
+        "too_few_gpus"
+    ]
 
 
 ROOM = int(24564 * (1 << 20) * 0.92) - int(1.5 * GIB)  # of one RTX 4090
@@ -122,13 +125,17 @@ ROOM = int(24564 * (1 << 20) * 0.92) - int(1.5 * GIB)  # of one RTX 4090
         (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "the cache keeps KV, never weights"),
         (ModelNeed(40 * GIB, 1 << 17, 40960), {}, "20.6 GiB of 24 GiB: 92% of it"),
         (ModelNeed(32 * GIB, 1 << 16, 40960), {}, "or more of the 2 GPUs"),
-        (ModelNeed(32 * GIB, 1 << 16, 40960), args("--tensor-parallel-size", "2"), None),
-        (ModelNeed(32 * GIB, 1 << 16, 40960), args("-tp=2"), None),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), {"tensor_parallel_size": 2}, None),
+        (ModelNeed(32 * GIB, 1 << 16, 40960), args("-pp=2"), None),
         (ModelNeed(32 * GIB, 1 << 16, 40960), args("--pipeline_parallel_size=2"), None),
-        (ModelNeed(80 * GIB, 1 << 16, 40960), args("-tp", "2"), "on each of 2 GPUs: weights 40"),
-        (ModelNeed(18 * GIB, 1 << 16, 40960), args("--gpu-memory-utilization=0.8"), "80% of it"),
+        (
+            ModelNeed(80 * GIB, 1 << 16, 40960),
+            {"tensor_parallel_size": 2},
+            "on each of 2 GPUs: weights 40",
+        ),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), {"gpu_memory_share": 0.8}, "80% of it"),
         (ModelNeed(18 * GIB, 1 << 16, 40960), {}, None),
-        (ModelNeed(18 * GIB, 1 << 16, 40960), args("-tp", "0", "-pp", "1.5"), None),
+        (ModelNeed(18 * GIB, 1 << 16, 40960), args("-pp", "1.5"), None),
         (ModelNeed(18 * GIB, 1 << 16, 40960), args("--seed", "1", "--max-num-seqs"), None),
     ],
 )

@@ -20,6 +20,7 @@ MUST_BE_DENIED = (
     *("--api-key", "--block-size", "--code-revision", "--config", "--default-mm-loras"),
     *("--disable-log-stats", "--dtype", "--enable-lora", "--enable-prompt-tokens-details"),
     *("--enable-ssl-refresh", "--grpc", "--grpc-port", "--headless", "--help", "--hf-token"),
+    *("--tensor-parallel-size", "--gpu-memory-utilization"),
     *("--host", "--kv-cache-dtype", "--kv-offloading-backend", "--kv-offloading-size"),
     *("--kv-transfer-config", "--load-format", "--lora-modules", "--max-model-len", "--model"),
     *("--port", "--revision", "--served-model-name", "--ssl-ca-certs", "--ssl-cert-reqs"),
@@ -117,7 +118,7 @@ def test_nothing_is_suggested_where_nothing_is_similar() -> None:
         ("_anything", "is not a setting"),
         ("trust_remote_code", "never run"),
         ("local_disk", "does not survive a restart"),
-        ("gpu_memory_utilization", "runner_extra_args"),
+        ("gpu_memory_utilization", "gpu_memory_share"),
         ("model_config", "is not a setting"),  # a name of pydantic's, not one of ours
         ("paths", "is not a setting"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deploys.cache.operations import resolve, tier
 from deploys.common.context import Run
 from deploys.common.operations import TextFile, text_files
-from deploys.common.rendered import vllm_yaml
+from deploys.common.rendered import vllm_yamls
 
 
 def check(run: Run) -> None:
@@ -16,6 +16,9 @@ def check(run: Run) -> None:
 def deploy(run: Run) -> None:
     text_files(
         name="cache: configuration of vLLM",
-        wanted=[TextFile(f"{run.paths.etc}/vllm.yaml", vllm_yaml(run))],
+        wanted=[
+            TextFile(path, text)
+            for path, text in vllm_yamls(run.settings, with_key=run.with_key).items()
+        ],
     )
     tier(name="cache: tier and namespace", run=run)

@@ -17,7 +17,7 @@ from rich.console import Console
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
-from deploys.common.rendered import gpus_of, vllm_yaml_of
+from deploys.common.rendered import gpus_of, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.bundle import bundle_refusals
 from kvhost.drive_order import drive_order
@@ -38,6 +38,7 @@ from kvhost.plan_types import Refusal, Stage, unreadable
 from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports import tell_summary
+from kvhost.runners import runners_of
 from kvhost.secrets import SecretError, api_key, hf_token
 from kvhost.services import api_key_path, services
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
@@ -98,7 +99,8 @@ def gather(settings: Settings) -> HostReport:
         {p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}", gpu=True)}
         | set(drive_packages(settings))
     )
-    ports = (settings.api_port, settings.cache_port, settings.cache_http_port)
+    apis = [one.settings.api_port for one in runners_of(settings)]
+    ports = (*apis, settings.cache_port, settings.cache_http_port)
     argv = [
         "--base-dir", settings.base_dir, "--tier-dir", settings.resolved_tier_dir,
         "--service-user", settings.service_user, "--packages", ",".join(packages),
@@ -281,7 +283,11 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
     if settings.model_source == "builtin":
         told = model_builtin.describe()
         return ModelNeed(
-            told["weights_memory_bytes"], told["kv_bytes_per_token"], told["context_tokens"]
+            told["weights_memory_bytes"],
+            told["kv_bytes_per_token"],
+            told["context_tokens"],
+            told["attention_heads"],
+            told["kv_heads"],
         )
     if report.model.data is None or report.model.data.config.data is None:
         return None
@@ -299,7 +305,7 @@ def rendered(
     """sha256 of what this run would write, as far as that is known before it starts: what
     describes the services only where the namespace (``fields``) can be told."""
     texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in scripts()}
-    texts[f"{settings.paths.etc}/vllm.yaml"] = vllm_yaml_of(settings, with_key=with_key)
+    texts |= vllm_yamls(settings, with_key=with_key)
     if fields is not None:
         namespace_dir = settings.paths.namespace(digest_of(fields))
         gpus = gpus_of(settings, lock)

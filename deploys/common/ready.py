@@ -1,10 +1,23 @@
-"""The command that asks a server whether it has answered; two stages use it."""
+"""The commands that ask runners whether they have answered; two stages use them."""
 
 from __future__ import annotations
 
 from deploys.common.context import Visit
+from kvhost.runners import runners_of
 from kvhost.services import ready_argv
 
 
+def ready_commands(run: Visit, *words: str) -> tuple[tuple[str, ...], ...]:
+    """One command a runner."""
+    return tuple(
+        (
+            *ready_argv(one.settings, run.paths, with_key=run.with_key, name=one.service),
+            *words,
+        )
+        for one in runners_of(run.settings)
+    )
+
+
 def ready_command(run: Visit, *words: str) -> tuple[str, ...]:
+    """For the first runner alone."""
     return (*ready_argv(run.settings, run.paths, with_key=run.with_key), *words)

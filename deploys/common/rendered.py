@@ -14,7 +14,7 @@ from deploys.common.facts import LIBRARY, CommandJson, JsonFile, scripts
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace, input_digest, namespace_of
-from kvhost.plan_accelerator import gpus_needed
+from kvhost.runners import config_name, ranks, runners_of
 from kvhost.services import Service, model_dir, services, unit_file, vllm_config
 from kvhost.settings import Settings
 from kvhost.units import unit_text
@@ -34,7 +34,18 @@ def vllm_yaml_of(settings: Settings, *, with_key: bool) -> str:
 
 
 def vllm_yaml(run: Run) -> str:
+    """That of the first runner."""
     return vllm_yaml_of(run.settings, with_key=run.with_key)
+
+
+def vllm_yamls(settings: Settings, *, with_key: bool) -> dict[str, str]:
+    """Path -> content of the configuration of every runner."""
+    return {
+        f"{settings.paths.etc}/{config_name(one.service)}": vllm_yaml_of(
+            one.settings, with_key=with_key
+        )
+        for one in runners_of(settings)
+    }
 
 
 def cache_arguments(run: Run) -> list[str]:
@@ -44,8 +55,8 @@ def cache_arguments(run: Run) -> list[str]:
 
 
 def gpus_of(settings: Settings, lock: EngineLock) -> int:
-    """GPUs that the runner waits for at its start; 0 with an engine for CPUs."""
-    return gpus_needed(settings.runner_extra_args) if lock.cuda is not None else 0
+    """GPUs that each runner waits for at its start; 0 with an engine for CPUs."""
+    return ranks(settings) if lock.cuda is not None else 0
 
 
 def services_of(run: Run) -> tuple[Service, ...]:

@@ -23,7 +23,7 @@ from deploys.common.operations import (
     shown,
     unknown_yet,
 )
-from deploys.common.ready import ready_command
+from deploys.common.ready import ready_commands
 from deploys.common.rendered import (
     Late,
     look,
@@ -32,10 +32,11 @@ from deploys.common.rendered import (
     own_scripts,
     services_of,
     supervisord_conf,
-    vllm_yaml,
+    vllm_yamls,
 )
 from kvhost.onhost.engine import MARKER as ENGINE_MARKER
 from kvhost.receipt import make_receipt
+from kvhost.runners import of_a_runner
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -46,6 +47,19 @@ def service_texts(run: Run, late: Late) -> dict[str, str]:
         f"{run.paths.etc}/model-digest": f"{late.model_digest}\n",
         **manager_texts(run, described),
     }
+
+
+def left_over(run: Run, texts: dict[str, str]) -> list[str]:
+    """Descriptions and configurations of runners that the settings do not have any more. Without
+    its description services.py takes a runner's unit or program away, and stops it."""
+    kvhost = run.report.kvhost.data
+    there = (kvhost.files.data if kvhost else None) or {}
+    wanted = {*texts, *vllm_yamls(run.settings, with_key=run.with_key)}
+    mine = {path: path.rpartition("/") for path in there if path not in wanted}
+    return sorted(
+        path for path, (folder, _, name) in mine.items()
+        if folder == run.paths.etc and of_a_runner(name)
+    )  # fmt: skip
 
 
 @operation()
@@ -77,7 +91,10 @@ def service_files(run: Run) -> Commands:
     if late.resolved is None:
         yield not_resolved(late)
         return
-    for path, text in service_texts(run, late).items():
+    texts = service_texts(run, late)
+    for path in left_over(run, texts):
+        yield from files.file._inner(path=path, present=False)
+    for path, text in texts.items():
         yield from files.put._inner(
             src=StringIO(text), dest=path, user="root", group="root", mode="644",
             create_remote_dir=False,
@@ -102,14 +119,15 @@ def services_answer(run: Run) -> Commands:
         for entry in state["data"]["services"].values()
     )
     if good:
-        ready = host.get_fact(CommandJson, argv=ready_command(run, "--once"))
-        if ready["status"] == "ok" and ready["data"]["ready"]:
+        answers = [
+            host.get_fact(CommandJson, argv=command) for command in ready_commands(run, "--once")
+        ]
+        if all(one["status"] == "ok" and one["data"]["ready"] for one in answers):
             return
     timeout = str(run.settings.ready_timeout_s)
     command = StringCommand(
         shlex.join(services_command(run, "ensure"))
-        + " && "
-        + shlex.join(ready_command(run, "--timeout", timeout))
+        + "".join(f" && {shlex.join(argv)}" for argv in ready_commands(run, "--timeout", timeout))
     )
 
     def come_or_go_back(state: Any, host: Any) -> bool:
@@ -142,7 +160,8 @@ def receipt(run: Run) -> Commands:
     if proof["status"] != "ok":
         yield refuse(f"the ABI check's results: {proof['why']}") if executing() else unknown_yet()
         return
-    texts = {f"{run.paths.etc}/vllm.yaml": vllm_yaml(run), **service_texts(run, late)}
+    yamls = vllm_yamls(run.settings, with_key=run.with_key)
+    texts = {**yamls, **service_texts(run, late)}
     text = make_receipt(
         run.settings,
         run.lock,

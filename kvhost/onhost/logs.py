@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.report_held import SECRET_TEXT
+    from kvhost.onhost.service_names import further
 else:  # it lies beside this file on a host, where there is no package kvhost
     from report_held import SECRET_TEXT
+    from service_names import further
 
 SERVICES = ("cache", "runner", "pruner", "supervisord")
 UNIT = "kvhost-{}.service"
@@ -43,6 +45,11 @@ class Line(NamedTuple):
     time: datetime.datetime | None
     level: str
     text: str
+
+
+def services(base: str) -> tuple[str, ...]:
+    """Those of SERVICES, and every further runner of this host after the first."""
+    return (*SERVICES[:2], *further(base), *SERVICES[2:])
 
 
 def since(text: str, now: datetime.datetime) -> datetime.datetime:
@@ -218,7 +225,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True, help="kvhost's directory")
-    parser.add_argument("--service", action="append", choices=SERVICES, help="repeatable")
+    parser.add_argument("--service", action="append", help=f"{', '.join(SERVICES)}; repeatable")
     parser.add_argument("--since", help="30m, 2h, or a local time: 2026-11-29 19:00")
     parser.add_argument("--lines", type=int, default=20, help="of each service")
     parser.add_argument("--level", choices=LEVELS, default="INFO", help="the lowest that is shown")
@@ -227,8 +234,11 @@ def main() -> int:
     try:
         if args.since:
             since(args.since, datetime.datetime.now())
-        mask = Mask(args.base)
-        found = {name: service(args.base, name, args, mask) for name in args.service or SERVICES}
+        mask, names = Mask(args.base), services(args.base)
+        unknown = sorted({*(args.service or ())} - {*names})
+        if unknown:
+            raise ValueError(f"no service {', '.join(unknown)}; there are {', '.join(names)}")
+        found = {name: service(args.base, name, args, mask) for name in args.service or names}
     except (OSError, ValueError) as error:
         print(f"logs: {error}", file=sys.stderr)
         return 1

@@ -276,6 +276,7 @@ def describe() -> dict[str, Any]:
         "kv_bytes_per_token": 2 * LAYERS * KV_HEADS * HEAD_DIM * DTYPE_BYTES,
         "context_tokens": CONTEXT,
         "layers": LAYERS,
+        "attention_heads": HEADS,
         "kv_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCAB,

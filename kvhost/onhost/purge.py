@@ -24,7 +24,7 @@ import re
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
@@ -32,8 +32,6 @@ NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services.py)
 POOL = "lmcache_l1_pool_"
-#: what is stopped, in this order; what starts again, in the other
-HOLDERS = ("runner", "cache")
 Data = dict[str, Any]
 
 
@@ -142,23 +140,28 @@ def services(args: argparse.Namespace, *words: str) -> subprocess.CompletedProce
     return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
 
 
-def running(args: argparse.Namespace) -> list[str]:
-    """Which of the services that hold KV in memory run or are about to."""
+def holders(args: argparse.Namespace) -> dict[str, bool]:
+    """The services that hold KV in memory, in the order of their stop, and whether each runs or is
+    about to."""
     done = services(args, "--json", "status")
     if done.returncode != 0:
         raise Trouble("which services run could not be found out (see above)")
     rows = json.loads(done.stdout.strip().splitlines()[-1])["services"]
     # what starts by itself counts too: only what was stopped by a person is left stopped
     idle = ("STOPPED", "EXITED", "DOWN", "inactive")
-    return [name for name in HOLDERS if rows[name]["alive"] or rows[name]["state"] not in idle]
+    return {
+        name: bool(rows[name]["alive"]) or rows[name]["state"] not in idle
+        for name in reversed(rows)
+        if name != "pruner"
+    }
 
 
-def sweep(args: argparse.Namespace) -> list[str]:
+def sweep(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """/dev/shm, with the commands that run before each start, as the service's user. What is of
     this installation's own name and still there afterwards: shm_sweep.py never fails."""
     left: set[str] = set()
     ids = ["--reuid", args.user, "--regid", args.user, "--init-groups", "--inh-caps=-all"]
-    for name in HOLDERS:
+    for name in names:
         for argv in spec(args.base, name).get("before", []):
             if any(os.path.basename(word) == "shm_sweep.py" for word in argv):
                 prefix = ["setpriv", *ids] if os.geteuid() == 0 else []
@@ -212,13 +215,15 @@ def known(args: argparse.Namespace, tier: Tier, opened: Any) -> None:
 def remove(tier: Tier, args: argparse.Namespace) -> Data:
     """Stops what holds KV in memory, unlinks, sweeps, and starts again what ran."""
     stopped: list[str] = []
+    held_by: dict[str, bool] = {}
     opened = tier.namespaces()
     now = current(args.base)
     known(args, tier, opened)
     # memory may hold what the tier no longer does: the files say nothing about that
     if args.namespace in (None, now):
-        stopped = running(args)
-        if services(args, "stop", *HOLDERS).returncode != 0:
+        held_by = holders(args)
+        stopped = [name for name, runs in held_by.items() if runs]
+        if services(args, "stop", *held_by).returncode != 0:
             raise Trouble("the services could not be stopped: nothing was removed")
     try:
         gone = chosen(list(tier.rows(opened)), args)
@@ -230,7 +235,7 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
         if args.namespace is not None and args.namespace != now and args.namespace in opened:
             drop(tier, args.namespace, opened[args.namespace])
             del opened[args.namespace]
-        held = sweep(args) if args.namespace in (None, now) else []
+        held = sweep(args, held_by) if held_by else []
         left = chosen(list(tier.rows(opened)), args)
     finally:
         failed = stopped and services(args, "start", *reversed(stopped)).returncode != 0

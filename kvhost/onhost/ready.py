@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-SERVICES = ("cache", "runner")
+RUNNER = "runner"
 FAILURES = 2  # of one service, since the wait began
 UNUSABLE = 78  # launch.py's exit for a description that no retry will mend
 
@@ -74,6 +74,7 @@ class Server:
         self.api: str | None = args.api.rstrip("/") if args.api else None
         self.cache: str = args.cache.rstrip("/")
         self.model: str = args.model
+        self.runner: str = args.runner
         self.key: str | None = None
         if args.key_file:
             with open(args.key_file, encoding="utf-8") as handle:
@@ -104,7 +105,7 @@ class Server:
         body = {"model": self.model, "prompt": [1], "max_tokens": 1, "temperature": 0}
         status, text = call(self.api + "/v1/completions", body, self.key, timeout=120)
         if status == 200:
-            count_own_request(self.base)
+            count_own_request(self.base, self.runner)
             return None
         return f"a first token: HTTP {status} {text.strip()[:200]}"
 
@@ -119,10 +120,15 @@ def read_json(path: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def count_own_request(base: str) -> None:
+def own_requests(base: str, runner: str) -> str:
+    """The file with their number, one a runner."""
+    return os.path.join(base, "state", f"own-requests{runner[len(RUNNER) :]}.json")
+
+
+def count_own_request(base: str, name: str) -> None:
     """kvhost's own requests are told apart from those of a server in use (see evidence.py)."""
-    runner = read_json(os.path.join(base, "run", "runner.json"))
-    path = os.path.join(base, "state", "own-requests.json")
+    runner = read_json(os.path.join(base, "run", f"{name}.json"))
+    path = own_requests(base, name)
     own = read_json(path)
     who = {"pid": runner.get("pid"), "start_ticks": runner.get("start_ticks")}
     same = all(own.get(key) == value for key, value in who.items())
@@ -140,10 +146,10 @@ def count_own_request(base: str) -> None:
 class Failures:
     """Counts how often each service has failed since this was made, by its run/NAME.failed."""
 
-    def __init__(self, base: str) -> None:
-        self.base = base
-        self.last = {name: self.read(name).get("failed_unix") for name in SERVICES}
-        self.count = dict.fromkeys(SERVICES, 0)
+    def __init__(self, base: str, names: tuple[str, ...]) -> None:
+        self.base, self.names = base, names
+        self.last = {name: self.read(name).get("failed_unix") for name in names}
+        self.count = dict.fromkeys(names, 0)
 
     def read(self, name: str) -> dict[str, Any]:
         return read_json(os.path.join(self.base, "run", name + ".failed"))
@@ -151,7 +157,7 @@ class Failures:
     def look(self) -> str | None:
         """Shows what failed since the last look; the name of a service that is given up."""
         given_up = None
-        for name in SERVICES:
+        for name in self.names:
             failed = self.read(name)
             if failed.get("failed_unix") in (None, self.last[name]):
                 continue
@@ -190,7 +196,8 @@ def lives(pid: int) -> bool:
 
 def wait(server: Server, timeout: float, main: int | None = None) -> int:
     """``main``: the service's first process, whose end ends the wait (systemd waits for us)."""
-    failures = Failures(server.base)
+    names = ("cache", server.runner)
+    failures = Failures(server.base, names)
     began = time.monotonic()
     told = began - 5
     while True:
@@ -208,7 +215,7 @@ def wait(server: Server, timeout: float, main: int | None = None) -> int:
             return 1
         if now - began > timeout:
             say(f"not ready after {timeout:.0f} s; missing: {missing}")
-            for name in SERVICES:
+            for name in names:
                 show_log(server.base, name)
             return 1
         if now - told >= 10:
@@ -223,6 +230,7 @@ def main() -> int:
     parser.add_argument("--api", help="base URL of vLLM; without it only the cache server is asked")
     parser.add_argument("--cache", required=True, help="base URL of the cache server's HTTP port")
     parser.add_argument("--model", help="served model name")
+    parser.add_argument("--runner", default=RUNNER, help="name of its service (runner)")
     parser.add_argument("--key-file", help="file with the API key")
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
     parser.add_argument("--main", type=int, help="end with this process, for systemd")

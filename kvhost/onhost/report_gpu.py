@@ -115,6 +115,7 @@ def parse_smi(text: str) -> Data | None:
             "mig": word(gpu, "mig_mode/current_mig") == "Enabled",
             "persistence": word(gpu, "persistence_mode") == "Enabled",
             "fabric": word(gpu, "fabric/state"),
+            "uuid": word(gpu, "uuid"),
         })  # fmt: skip
     return {"driver": word(top, "driver_version"), "cuda": word(top, "cuda_version"), "gpus": gpus}
 

@@ -27,7 +27,8 @@ from typing import Any
 
 ROOT = Path("/")  # tests put a directory with its own proc and etc here
 MARKER = ".kvhost-complete.json"  # a finished environment or model
-SERVICES = ("cache", "runner", "pruner")
+SERVICE = re.compile(r"cache|runner(-[a-z0-9]+)?|pruner")
+UNIT = re.compile(rf"kvhost-({SERVICE.pattern})\.service")
 UNIT_DIRS = ("etc", "run", "usr/lib", "lib")  # of systemd, the first one counts
 NAMESPACE = ".kvhost-namespace.json"  # what a namespace is the digest of
 ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervisord)$|^VLLM::")
@@ -309,8 +310,9 @@ def run_lock(base: Path) -> Data:
 def services(base: Path) -> list[Data]:
     boot = read("proc/sys/kernel/random/boot_id").strip()
     rows = []
-    records = {f"{name}.json" for name in SERVICES}  # beside them lie notes of other kinds
-    for path in (p for p in listing(base / "run") if p.name in records):
+    for path in listing(base / "run"):
+        if path.suffix != ".json" or not SERVICE.fullmatch(path.stem):
+            continue  # notes of other kinds
         record = json_file(path)
         pid, ticks = int(record["pid"]), int(record["start_ticks"])
         row: Data = {
@@ -362,9 +364,9 @@ def own_units(base: Path) -> list[Data]:
     for top in UNIT_DIRS:
         if host(top).is_symlink():  # /lib is /usr/lib
             continue
-        for name in SERVICES:
-            path = host(top, "systemd/system", f"kvhost-{name}.service")
-            if st(path, follow=False) is None:
+        folder = host(top, "systemd/system")
+        for path in listing(folder) if is_dir(folder) else []:
+            if not UNIT.fullmatch(path.name):
                 continue
             plain = stat.S_ISREG(path.lstat().st_mode)
             first = path.read_text(errors="replace")[:4096] if plain else ""

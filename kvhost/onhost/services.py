@@ -7,7 +7,7 @@ services.py --base DIR --user U start|stop|restart [NAME …]
 services.py --base DIR --user U shutdown            stops all, and supervisord
 services.py --base DIR --user U uninstall           the same, and systemd's units are taken away
 
-Started as root, or as U where supervisord runs them. Order of starting: cache server, runner,
+Started as root, or as U where supervisord runs them. Order of starting: cache server, runners,
 pruner; of stopping: the other way. By hand nothing waits for the pause that follows quick failures.
 Exit: 0 done, 1 a service did not come (why, and its last log lines, are shown on stderr).
 """
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.services_host import (
-        ORDER,
         STOP_LIMIT_S,
         Host,
         Trouble,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvhost.onhost.services_systemd import Systemd, booted
 else:  # it lies beside this file on a host, where there is no package kvhost
     from services_host import (
-        ORDER,
         STOP_LIMIT_S,
         Host,
         Trouble,
@@ -77,23 +75,24 @@ def show_status(found: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(found))
         return 0
+    wide = max(8, *map(len, found["services"]))
     for name, entry in found["services"].items():
         old = "" if entry["current"] else "  (with an older configuration)"
-        print(f"{name:<8} {entry['state']:<9} {entry['detail']}{old}")
+        print(f"{name:<{wide}} {entry['state']:<9} {entry['detail']}{old}")
     every = found["services"].values()
     return 0 if all(e["state"] == "RUNNING" and e["alive"] and e["current"] for e in every) else 1
 
 
 def status(host: Host, manager: Manager) -> dict[str, Any]:
     states = manager.states()
-    rows = {name: entry(host, name, host.wanted_digest(name), states) for name in ORDER}
+    rows = {name: entry(host, name, host.wanted_digest(name), states) for name in host.order}
     return {"services": rows, "supervisor_fresh": manager.fresh(), "manager": manager.name}
 
 
 def ensure(host: Host, manager: Manager) -> None:
     manager.bring()
     stale = []
-    for name in ORDER:
+    for name in host.order:
         wanted = host.wanted_digest(name)
 
         def settled(name: str = name, wanted: str | None = wanted) -> bool:
@@ -108,7 +107,7 @@ def ensure(host: Host, manager: Manager) -> None:
             stale.append(name)
     for name in reversed(stale):
         stop(host, manager, name)
-    start(host, manager, list(ORDER))
+    start(host, manager, list(host.order))
 
 
 def start(host: Host, manager: Manager, names: list[str]) -> None:
@@ -173,14 +172,14 @@ def main() -> int:
     parser.add_argument(
         "command", choices=["status", "ensure", "start", "stop", "restart", "shutdown", "uninstall"]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {ORDER}; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of services; none: all")
     args = parser.parse_args()
-    unknown = [name for name in args.names if name not in ORDER]
-    if unknown:
-        parser.error(f"no service {', '.join(unknown)}; there are {', '.join(ORDER)}")
-    names = [name for name in ORDER if name in args.names or not args.names]
     try:
         host = Host(args.base, args.user)
+        unknown = [name for name in args.names if name not in host.order]
+        if unknown:
+            parser.error(f"no service {', '.join(unknown)}; there are {', '.join(host.order)}")
+        names = [name for name in host.order if name in args.names or not args.names]
         manager: Manager = Systemd(host) if booted() else Supervisord(host)
         if args.command == "status":
             return show_status(status(host, manager), as_json=args.json)

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvhost.onhost import service_names
     from kvhost.onhost.launch import config_digest, read_spec
 else:  # it lies beside this file on a host, where there is no package kvhost
+    import service_names
     from launch import config_digest, read_spec
 
-ORDER = ("cache", "runner", "pruner")
 #: seconds: stop_timeout_s of a service plus supervisord's own patience
 STOP_LIMIT_S = 180
 #: seconds that a supervisord which is well may need for an answer
@@ -68,6 +69,11 @@ class Host:
 
     def path(self, *parts: str) -> str:
         return os.path.join(self.base, *parts)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The services of this host in the order of their start."""
+        return service_names.names(self.base)
 
     def as_user(self, argv: list[str]) -> list[str]:
         account = self.account

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvhost.onhost.services_host import ORDER, STOP_LIMIT_S, Host, Trouble, say, wait_until
+    from kvhost.onhost.services_host import STOP_LIMIT_S, Host, Trouble, say, wait_until
     from kvhost.onhost.services_supervisor import Supervisord
 else:  # it lies beside this file on a host, where there is no package kvhost
-    from services_host import ORDER, STOP_LIMIT_S, Host, Trouble, say, wait_until
+    from services_host import STOP_LIMIT_S, Host, Trouble, say, wait_until
     from services_supervisor import Supervisord
 
 PREFIX = "kvhost-"
+FURTHER_UNIT = re.compile(r"kvhost-(runner-[a-z0-9]+)\.service")
 PLACE = "/etc/systemd/system"
 ASKED = (
     *("Id", "LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts"),
@@ -85,7 +87,7 @@ class Systemd:
 
     def rows(self) -> dict[str, dict[str, str]]:
         """What systemd knows of each service, by its name."""
-        text = self.call("systemctl", "show", "-p", ",".join(ASKED), *map(unit, ORDER))
+        text = self.call("systemctl", "show", "-p", ",".join(ASKED), *map(unit, self.host.order))
         found: dict[str, dict[str, str]] = {}
         for block in text.strip().split("\n\n"):
             row = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
@@ -123,19 +125,43 @@ class Systemd:
     def fresh(self) -> bool:
         """Whether the present units are installed, read and enabled, and nothing else runs them."""
         rows = self.rows()
-        same = all(read(os.path.join(PLACE, unit(name))) == self.wanted(name) for name in ORDER)
+        same = all(
+            read(os.path.join(PLACE, unit(name))) == self.wanted(name) for name in self.host.order
+        )
         read_in = all(
             row["NeedDaemonReload"] == "no" and row["UnitFileState"] == "enabled"
             for row in rows.values()
         )
-        return same and read_in and not self.host.supervisors()
+        return same and read_in and not self.dropped() and not self.host.supervisors()
+
+    def dropped(self) -> list[str]:
+        """Further runners that have a unit of ours and no description any more."""
+        found = []
+        for name in sorted(os.listdir(PLACE)):
+            match = FURTHER_UNIT.fullmatch(name)
+            if match and match.group(1) not in self.host.order:
+                path = os.path.join(PLACE, name)
+                if not os.path.islink(path) and is_ours(read(path) or "", self.host.base):
+                    found.append(match.group(1))
+        return found
+
+    def take_away(self, names: list[str]) -> None:
+        """Stops them, and removes their units; drop-ins are the user's and stay."""
+        for name in names:
+            say(f"taking {unit(name)} away: it is in the settings no more")
+            self.call("systemctl", "disable", "--quiet", "--now", unit(name))
+            os.unlink(os.path.join(PLACE, unit(name)))
+        if names:
+            self.call("systemctl", "daemon-reload")
+            self.call("systemctl", "reset-failed", *map(unit, names), ok=False)
 
     def bring(self) -> None:
         """The units are installed as they are in etc/, and enabled; none is started."""
         self.leave_supervisord()
+        self.take_away(self.dropped())
         rows = self.rows()
         stale = []
-        for name in ORDER:
+        for name in self.host.order:
             text, path = self.wanted(name), os.path.join(PLACE, unit(name))
             self.refuse_foreign(name, rows[name]["FragmentPath"])
             if read(path) != text:
@@ -157,7 +183,7 @@ class Systemd:
             self.call("systemctl", "enable", "--quiet", *map(unit, off))
 
     def up(self) -> None:
-        if any(read(os.path.join(PLACE, unit(name))) is None for name in ORDER):
+        if any(read(os.path.join(PLACE, unit(name))) is None for name in self.host.order):
             self.bring()
 
     def leave_supervisord(self) -> None:
@@ -181,7 +207,7 @@ class Systemd:
     def verify(self) -> None:
         """systemd reads the new units before they replace those in use: a key that it does not
         know would be passed over with a warning in the log."""
-        paths = [self.host.path("etc", unit(name)) for name in ORDER]
+        paths = [self.host.path("etc", unit(name)) for name in self.host.order]
         said = self.call("systemd-analyze", "verify", "--man=no", *paths, ok=False)
         wrong = [line for line in said.splitlines() if PREFIX in line]
         if wrong:
@@ -203,23 +229,24 @@ class Systemd:
             say(f"  {name} | {line.rstrip()}")
 
     def shutdown(self) -> None:
-        for name in reversed(ORDER):
+        for name in reversed(self.host.order):
             if self.rows()[name]["LoadState"] == "loaded":
                 self.call("systemctl", "stop", unit(name))
 
     def uninstall(self) -> None:
         """Stops the services and takes their units away; drop-ins are the user's and stay."""
         rows = self.rows()
-        for name in ORDER:
+        for name in self.host.order:
             self.refuse_foreign(name, rows[name]["FragmentPath"])
         self.shutdown()
-        for name in ORDER:
+        self.take_away(self.dropped())
+        for name in self.host.order:
             path = os.path.join(PLACE, unit(name))
             if os.path.lexists(path):
                 self.call("systemctl", "disable", "--quiet", unit(name))
                 os.unlink(path)
         self.call("systemctl", "daemon-reload")
-        self.call("systemctl", "reset-failed", *map(unit, ORDER), ok=False)
+        self.call("systemctl", "reset-failed", *map(unit, self.host.order), ok=False)
         self.call("python3", self.host.path("bin", "close_ports.py"), "--remove", ok=False)
         if not wait_until(lambda: not self.host.supervisors(), 5):
             Supervisord(self.host).shutdown()

@@ -36,6 +36,8 @@ KNOWN = {
     ),
     "secrets": ("api-key", "hf-token"),
 }
+#: of further runners: description, unit, configuration
+FURTHER = re.compile(r"runner-\w+\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml")
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 GUARD = "run.lock.guard"
 DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
@@ -129,6 +131,7 @@ class Host:
         here = self.path(folder)
         ours = {os.path.basename(p) for p in self.listed() if os.path.dirname(p) == here}
         ours |= set(KNOWN.get(folder, ()))
+        ours |= {name for name in names if folder == "etc" and FURTHER.fullmatch(name)}
         if folder in ("bin", "lib"):  # before the first receipt all programs there are kvhost's
             ours |= {n for n in names if n == "__pycache__" or (not ours and n.endswith(".py"))}
             # a newer version's, which release or storage brought without a receipt
