@@ -86,8 +86,8 @@ class RunnerSettings(DriveSettings):
     gpu_memory_share: float | None = setting(
         _GPUS,
         None,
-        "Part of each of its GPUs' memory that the first runner takes; without it, vLLM's 0.92. "
-        "Needed of each runner on a GPU that two share.",
+        "Part of each of its GPUs' memory that the first runner takes; without it, vLLM's 0.92, "
+        "and needed of each runner on a GPU that two share.",
         unit="fraction of the memory",
         example=0.45,
         gt=0,

@@ -177,6 +177,8 @@ def _misplaced(places: Mapping[str, str]) -> Iterator[Problem]:
 def _of_combinations(ours: Mapping[str, object], bad: set[str], in_env: bool) -> Iterator[Problem]:
     """Rules that look at no value which is wrong by itself, so that all problems come at once."""
     good: dict[str, Any] = {key: value for key, value in ours.items() if key not in bad}
+    if "more_runners" in good:  # model_construct takes what it is given
+        good["more_runners"] = [MoreRunner.model_validate(one) for one in good["more_runners"]]
     for keys, problem in combination_problems(Settings.model_construct(**good), in_env):
         if keys.isdisjoint(bad):
             yield problem
@@ -231,6 +233,8 @@ def _choices(kind: Any) -> list[str]:
 
 def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
     """One error of pydantic in our words."""
+    if key == "more_runners":
+        return _of_runner(detail)
     kind, context = detail["type"], detail.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, Refusal):
@@ -246,8 +250,6 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
         words, name = _BOUNDS[kind]
         what = f"must be {words} {context[name]} {unit}, not {given}"
         return Problem(key, what, _write(key))
-    if key == "more_runners":
-        return _of_runner(value, detail)
     if len(detail["loc"]) > 1:
         what = f"item {int(detail['loc'][1]) + 1} of the list must be text, in quotes"
         return Problem(key, what, _write(key))
@@ -260,7 +262,7 @@ def _of_value(key: str, value: object, detail: ErrorDetails) -> Problem:
     return Problem(key, f"{detail['msg']}, not {given}", _write(key))
 
 
-def _of_runner(value: object, detail: ErrorDetails) -> Problem:
+def _of_runner(detail: ErrorDetails) -> Problem:
     """One error in an entry of more_runners, said with the entry's number and key."""
     _, *where = detail["loc"]
     if not where:

@@ -33,13 +33,14 @@ def smi_xml(told: dict[str, Any]) -> str:
     rows = []
     for number, (name, architecture, device, mib, *more) in enumerate(told["gpus"]):
         fabric = next((m[7:] for m in more if m.startswith("fabric:")), "N/A")
+        uuid = next((m[5:] for m in more if m.startswith("uuid:")), "GPU-513536b6")
         rows.append(f"""
 	<gpu id="00000000:{number + 1:02X}:00.0">
 		<product_name>{name}</product_name>
 		<product_architecture>{architecture or "N/A"}</product_architecture>
 		<persistence_mode>{"Enabled" if "persistence" in more else "Disabled"}</persistence_mode>
 		<mig_mode><current_mig>{"Enabled" if "mig" in more else "N/A"}</current_mig></mig_mode>
-		<serial>1650522003820</serial><uuid>GPU-513536b6</uuid>
+		<serial>1650522003820</serial><uuid>{uuid}</uuid>
 		<pci><pci_device_id>{device[2:].upper()}10DE</pci_device_id></pci>
 		<fb_memory_usage><total>{f"{mib} MiB" if mib else "N/A"}</total></fb_memory_usage>
 		<fabric><state>{fabric}</state></fabric>

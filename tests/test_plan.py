@@ -119,6 +119,9 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("context_too_long", {}, {"max_model_len": 40961}, "40960 tokens", "40961 tokens"),
     ("kv_too_small", {}, {"model": ModelNeed(GIB, 32769, 40960)},
      "1 GiB: 32768 tokens of 32 KiB each", "engine_kv_gib = 1 GiB"),
+    ("heads_not_divisible", {"memory.available": 64 * GIB},
+     {"model": ModelNeed(GIB, 8192, 40960, heads=6), "tensor_parallel_size": 4},
+     "divides 6 heads", "tensor_parallel_size = 4"),
 ]  # fmt: skip
 
 

@@ -42,6 +42,8 @@ def lives(pid: int) -> bool:
 class Base:
     """A base directory as the deploy leaves it, with dummies as services."""
 
+    order: tuple[str, ...] = ORDER
+
     def __init__(self, root: Path) -> None:
         self.root = root
         for name in ("run", "etc", "home", "log", "tools/current", "bin"):
@@ -49,13 +51,13 @@ class Base:
         (root / "tools/current/bin").symlink_to(BIN)
         for script in ONHOST.glob("[a-z]*.py"):
             (root / "bin" / script.name).write_text(script.read_text())
-        self.codes = dict.fromkeys(ORDER, IDLE)
-        self.more: dict[str, dict[str, Any]] = {name: {} for name in ORDER}
+        self.codes = dict.fromkeys(self.order, IDLE)
+        self.more: dict[str, dict[str, Any]] = {name: {} for name in self.order}
         self.extra = ""
         self.render()
 
     def render(self) -> None:
-        for name in ORDER:
+        for name in self.order:
             spec = {
                 "service": name,
                 "argv": [sys.executable, "-c", self.codes[name]],
@@ -72,7 +74,7 @@ class Base:
             "[rpcinterface:supervisor]\n"
             "supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface\n"
         )
-        for priority, name in enumerate(ORDER):
+        for priority, name in enumerate(self.order):
             conf += (
                 f"[program:{name}]\n"
                 f"command={sys.executable} {self.root}/bin/launch.py {self.root}/etc/{name}.json\n"
@@ -108,7 +110,7 @@ class Base:
 
     def pids(self) -> dict[str, int]:
         found = {}
-        for name in ORDER:
+        for name in self.order:
             path = self.root / "run" / f"{name}.json"
             found[name] = json.loads(path.read_text())["pid"] if path.exists() else 0
         return found
