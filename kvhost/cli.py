@@ -286,6 +286,7 @@ def purge(
     "--service",
     "services",
     metavar="NAME",
+    callback=cli_care.service_names,
     multiple=True,
     help="Only cache, runner, runner-NAME, pruner or supervisord; repeatable.",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,16 @@ def ask(
             for name in (asking.QUESTION, asking.ANSWERS):
                 os.environ.pop(name, None)
         return code, asking.answers(folder)
+
+
+def service_names(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of services as they are, whichever runners a host has. Raises click.BadParameter."""
+    for name in given:
+        if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|pruner|supervisord", name):
+            raise click.BadParameter(
+                f"{name!r} is none of cache, runner, runner-NAME, pruner, supervisord"
+            )
+    return given
 
 
 def purge_question(
