@@ -34,7 +34,7 @@ from deploys.common.rendered import (
     supervisord_conf,
     vllm_yamls,
 )
-from kvhost.onhost.engine import MARKER as ENGINE_MARKER
+from kvhost.onhost.report_held import MARKER as ENGINE_MARKER
 from kvhost.receipt import make_receipt
 from kvhost.runners import of_a_runner
 
