@@ -265,7 +265,7 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
 
 
 def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[str]:
-    notes = []
+    notes = [*facts.derived]
     kvhost, adoptable, users = report.kvhost.data, report.adoptable.data, report.users.data
     if facts.third_party_build:
         notes.append(

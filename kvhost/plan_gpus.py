@@ -78,18 +78,36 @@ def _chosen(runner: Runner, runners: tuple[Runner, ...], there: list[SmiGpu]) ->
         )
 
 
+def _room(runner: Runner, there: list[SmiGpu], need: ModelNeed) -> tuple[int, int, float] | None:
+    """(bytes of the smallest GPU that the runner may get, of these for weights and KV, bytes of KV
+    a token and rank); None where the memory is not told."""
+    own = runner.settings
+    mine = [gpu for gpu in there if not own.gpus or gpu.uuid in own.gpus]
+    memory = min((gpu.memory_mib for gpu in mine if gpu.memory_mib), default=0) * (1 << 20)
+    if not memory:
+        return None
+    room = int(memory * (own.gpu_memory_share or GPU_MEMORY_PART)) - GPU_RESERVE_BYTES
+    return memory, room, need.kv_of_rank(own.tensor_parallel_size, runner.pipeline)
+
+
+def tokens_in_gpus(runner: Runner, report: HostReport, need: ModelNeed) -> int | None:
+    """Tokens of KV that fit beside the weights, 0 where not even these fit; None: not known."""
+    there = _listed(report)
+    found = _room(runner, there, need) if there else None
+    if found is None:
+        return None
+    _, room, per_token = found
+    return max(0, int((room - need.weights_of_rank(runner.ranks)) // per_token))
+
+
 def _fits(runner: Runner, there: list[SmiGpu], need: ModelNeed | None) -> Iterator[Refusal]:
     """Weights and the KV of one longest request, in the smallest GPU that the runner may get."""
     s, ranks = runner.settings, runner.ranks
-    mine = [gpu for gpu in there if not s.gpus or gpu.uuid in s.gpus]
-    memory = min((gpu.memory_mib for gpu in mine if gpu.memory_mib), default=0) * (1 << 20)
-    if need is None or not memory or ranks > len(there):
+    found = _room(runner, there, need) if need and ranks <= len(there) else None
+    if need is None or found is None:
         return
-    part = s.gpu_memory_share or GPU_MEMORY_PART
-    room = int(memory * part) - GPU_RESERVE_BYTES
-    tokens = s.max_model_len
-    weights = need.weights_of_rank(ranks)
-    per_token = need.kv_of_rank(s.tensor_parallel_size, runner.pipeline)
+    (memory, room, per_token), part = found, s.gpu_memory_share or GPU_MEMORY_PART
+    weights, tokens = need.weights_of_rank(ranks), s.max_model_len
     if weights + per_token * tokens <= room:
         return
     fits = int((room - weights) / per_token)

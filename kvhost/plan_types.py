@@ -53,6 +53,7 @@ class PlanInputs:
     while it is not known. `rendered`: sha256 by path, below bin/ and etc/ of base_dir, of what
     would be written; None when not rendered. `lock_is_stale`: True when the process that holds
     the host's run lock ran on this controller and is dead; None when that cannot be known here.
+    `derived`: why settings that were not given are what they are.
     """
 
     lock_name: str
@@ -77,6 +78,7 @@ class PlanInputs:
     lock_state: str = ""
     cuda: int | None = None
     driver: Decision | None = None
+    derived: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ class Settings(RunnerSettings):
     engine_kv_gib: int = setting(
         _ENGINE,
         1,
-        "Memory for the engine's own KV blocks on a CPU (VLLM_CPU_KVCACHE_SPACE).",
+        "Memory for the engine's own KV blocks on a CPU (VLLM_CPU_KVCACHE_SPACE), for each rank; "
+        "without it, more than the default where a max_model_len that is set needs it.",
         unit="GiB",
         example=4,
         ge=1,
@@ -154,7 +155,8 @@ class Settings(RunnerSettings):
     max_model_len: int = setting(
         _MODEL,
         32768,
-        "Longest prompt and answer together.",
+        "Longest prompt and answer together; without it, less than the default where the model or "
+        "the memory for KV ends before.",
         unit="tokens",
         example=16384,
         ge=512,
@@ -319,7 +321,8 @@ class Settings(RunnerSettings):
     verify_prompt_tokens: int = setting(
         _RUN,
         8200,
-        "Length of the random prompt of that test.",
+        "Length of the random prompt of that test; without it, less than the default where "
+        "max_model_len is less.",
         unit="tokens",
         example=4100,
         ge=2 * BLOCK_TOKENS,

@@ -20,6 +20,7 @@ from deploys.common.journal import keep_journal
 from deploys.common.rendered import gpus_of, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.bundle import bundle_refusals
+from kvhost.derive import derived
 from kvhost.drive_order import drive_order
 from kvhost.journal import tell
 from kvhost.locks import EngineLock, LockError, read_lock
@@ -136,6 +137,8 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         show(Plan((), (unreadable("host", "the host's report", str(error)),), ()))
         return None
     info, lock_refusals = choose_lock(settings, report, matrix)
+    need = model_need(settings, report)
+    settings, why_derived = derived(settings, report, need, cuda=info.cuda is not None)
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
     python_path = python.path if python else "/usr/bin/python3"
@@ -153,6 +156,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         bundle_refusals=against_bundle(settings, report, lock),
         cuda=info.cuda,
         driver=decision_of(report, info, matrix),
+        derived=why_derived,
     )
     plan = make_plan(settings, report, inputs)
     if stages is not None:
@@ -332,6 +336,7 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
         "l2_adapter": settings.l2_adapter,
         "extra_args": list(settings.runner_extra_args),
         "model_revision": settings.model_revision,
+        "tensor_parallel": settings.tensor_parallel_size,
     }
     if settings.kv_cache_dtype != "auto":
         changes["kv_cache_dtype"] = settings.kv_cache_dtype
