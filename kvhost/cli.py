@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,8 +18,10 @@ from rich.console import Console
 
 from kvhost import __version__, cli_care, cli_up
 from kvhost.cli_bundle import bundle_command
+from kvhost.cli_fleet import init, inventory_group
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_report import report
+from kvhost.cli_run import default_inventory, pyinfra
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
 from kvhost.reports import (
@@ -35,13 +35,11 @@ from kvhost.reports import (
 from kvhost.verdict_types import EXIT_CODES, Persisted
 from kvhost.verdict_view import history_line, printable, verdict_table
 
-REPO = Path(__file__).resolve().parents[1]
-
 _inventory = click.option(
     "--inventory",
-    default="inventory.py",
-    show_default=True,
-    help="pyinfra inventory; the default is the machine that you are on.",
+    default=default_inventory,
+    help="pyinfra inventory. Without it: the hosts of fleet.yaml, and where there are none the "
+    "machine that you are on (inventory.py).",
 )
 
 
@@ -63,28 +61,6 @@ _verdicts = "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE."
 _pass_all = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
-def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
-    """Runs a deploy file from the repository's root; pyinfra's own exit code."""
-    if inventory.endswith(".py") and not (REPO / inventory).exists():
-        raise click.ClickException(f"no such inventory: {REPO / inventory}")
-    program = Path(sys.executable).with_name("pyinfra")
-    if not program.exists():
-        raise click.ClickException(
-            f"no pyinfra beside {sys.executable}: bin/up sets up the environment"
-        )
-    process = subprocess.Popen([program, inventory, deploy, *args], cwd=REPO)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGINT))
-    try:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                # pyinfra had it too: it gives the hosts' locks back, and then ends
-                continue
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
@@ -94,6 +70,8 @@ def main() -> None:
 main.add_command(matrix_command)
 main.add_command(lock_command)
 main.add_command(bundle_command)
+main.add_command(init)
+main.add_command(inventory_group)
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")

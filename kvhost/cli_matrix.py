@@ -13,13 +13,20 @@ from rich.table import Table
 
 from kvhost.lock_make import check_lock, lock_path, make_lock
 from kvhost.matrix import LockError, LockInfo, Matrix, load_matrix
+from kvhost.working_copy import CopyError, root
 
-LOCKS = Path(__file__).resolve().parents[1] / "locks"
+
+def locks_dir() -> Path:
+    """The locks of the working copy."""
+    try:
+        return root() / "locks"
+    except CopyError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _matrix() -> Matrix:
     try:
-        return load_matrix(LOCKS)
+        return load_matrix(locks_dir())
     except LockError as error:
         raise click.ClickException(str(error)) from error
 
@@ -100,11 +107,11 @@ def lock_command(
 
 
 def _one(info: LockInfo, python: str, uv: Path, check: bool, more: tuple[str, ...]) -> str:
-    path = lock_path(LOCKS, info, python)
+    path = lock_path(locks_dir(), info, python)
     if check:
-        check_lock(LOCKS, info, python, uv, more)
+        check_lock(locks_dir(), info, python, uv, more)
         return f"{path.name}: resolves, every file is offered"
-    made = make_lock(LOCKS, info, python, uv, more)
+    made = make_lock(locks_dir(), info, python, uv, more)
     draft = path.with_name(path.name + ".new")
     draft.write_text(made.text, encoding="utf-8")
     draft.replace(path)

@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-REPO = Path(__file__).resolve().parents[1]
+from kvhost.working_copy import root
+
 #: names the file to which a run of pyinfra appends
 VARIABLE = "KVHOST_JOURNAL"
 #: as many journals are kept
@@ -29,8 +30,9 @@ GOOD = ("changed", "unchanged")
 
 
 def runs_dir() -> Path:
-    """Where journals are kept on the controller: runs/ of the repository, or KVHOST_RUNS."""
-    return Path(os.environ.get("KVHOST_RUNS", REPO / "runs"))
+    """Where journals are kept on the controller: runs/ of the working copy, or KVHOST_RUNS."""
+    given = os.environ.get("KVHOST_RUNS")
+    return Path(given) if given else root() / "runs"
 
 
 def tell(event: str, path: str | None = None, **data: Any) -> None:

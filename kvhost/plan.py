@@ -20,6 +20,7 @@ from kvhost.plan_host import (
     lock_owner,
     minor,
 )
+from kvhost.plan_pod import pod_notes
 from kvhost.plan_refusals import find_refusals
 from kvhost.plan_storage import model_to_store
 from kvhost.plan_types import (
@@ -288,6 +289,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             "who can open the first can run code as the cache's user"
             + (". kvhost closes them with nftables if nft is installed." if systemd else ".")
         )
+    notes += pod_notes(settings)
     if facts.model is None:
         notes.append("The model's size is not known yet: memory was checked without its weights.")
     notes += accelerator_notes(settings, report, facts)

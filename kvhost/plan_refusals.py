@@ -22,6 +22,7 @@ from kvhost.plan_host import (
     own_pids,
     own_shm,
 )
+from kvhost.plan_pod import pod_refusals
 from kvhost.plan_storage import places, room
 from kvhost.plan_types import GIB, ModelNeed, PlanInputs, Refusal, size, unreadable
 from kvhost.plan_upgrade import failed_before
@@ -48,7 +49,16 @@ FIRST_LOGIN_UID = 1000
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
     checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu, _ram, _shm, _ports]
-    checks += [drive_refusals, places, room, accelerator_refusals, _python, failed_before, _model]
+    checks += [
+        drive_refusals,
+        places,
+        pod_refusals,
+        room,
+        accelerator_refusals,
+        _python,
+        failed_before,
+        _model,
+    ]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals + facts.bundle_refusals
     return list(dict.fromkeys(found))

@@ -32,8 +32,9 @@ from kvhost.report_views import (
 from kvhost.reports import Report
 from kvhost.verdict_types import Condition
 from kvhost.verdict_view import figure_text
+from kvhost.working_copy import source
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "templates" / "report"
+TEMPLATES = source() / "templates" / "report"
 #: As many runs as a page shows; the files keep all.
 SHOWN_RUNS = 60
 _ORDER: tuple[Standing, ...] = ("FAIL", "NONE", "INCONCLUSIVE", "PASS")  # the worst first

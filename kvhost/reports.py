@@ -22,18 +22,19 @@ from kvhost import __version__, journal
 from kvhost.evidence_model import Evidence
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
+from kvhost.working_copy import root
 
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
 
 
-REPO = Path(__file__).resolve().parents[1]
 #: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
 SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
 
 def reports_dir() -> Path:
-    """Where verdicts are kept on the controller: reports/ of the repository, or KVHOST_REPORTS."""
-    return Path(os.environ.get("KVHOST_REPORTS", REPO / "reports"))
+    """Where verdicts are kept: reports/ of the working copy, or KVHOST_REPORTS."""
+    given = os.environ.get("KVHOST_REPORTS")
+    return Path(given) if given else root() / "reports"
 
 
 def check_writable(folder: Path) -> None:

@@ -29,6 +29,7 @@ BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole nu
 
 _BaseDir = Annotated[str, AfterValidator(_values.base_dir)]
 _TierDir = Annotated[str, AfterValidator(_values.tier_dir)]
+_HostPath = Annotated[str, AfterValidator(_values.host_path)]
 _ServiceUser = Annotated[str, AfterValidator(_values.service_user)]
 _AutoOrPath = Annotated[str, AfterValidator(_values.auto_or_host_path)]
 _ControllerPath = Annotated[str, AfterValidator(_values.controller_path)]
@@ -70,6 +71,13 @@ class Settings(RunnerSettings):
         "Directory on the host that holds the KV cache; without it, tier on the claimed drive, or "
         "in base_dir.",
         example="/mnt/nvme/kv",
+    )
+    volume_dir: _HostPath | None = setting(
+        _PLACE,
+        None,
+        "Directory on the host where the volume of a rented container is mounted: what kvhost "
+        "keeps must lie below it, because the container's own disk is lost when it is stopped.",
+        example="/workspace",
     )
     service_user: _ServiceUser = setting(
         _PLACE,

@@ -34,7 +34,7 @@ def api_key(settings: Settings, env: Mapping[str, str]) -> Secret | None:
 
     Raises `SecretError` where a file is named, or the variable is set, and holds no usable key.
     """
-    return _read("api_key_file", settings.api_key_file, API_KEY_VARIABLE, env)
+    return read_secret("api_key_file", settings.api_key_file, API_KEY_VARIABLE, env)
 
 
 def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:
@@ -45,10 +45,11 @@ def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:
     """
     if not is_hub_id(settings.model_source):
         return None
-    return _read("hf_token_file", settings.hf_token_file, HF_TOKEN_VARIABLE, env)
+    return read_secret("hf_token_file", settings.hf_token_file, HF_TOKEN_VARIABLE, env)
 
 
-def _read(key: str, path: str | None, variable: str, env: Mapping[str, str]) -> Secret | None:
+def read_secret(key: str, path: str | None, variable: str, env: Mapping[str, str]) -> Secret | None:
+    """From a file, else from a variable of `env`, else None. Raises `SecretError`."""
     if path is not None:
         try:
             file = Path(path).expanduser()

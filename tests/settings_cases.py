@@ -29,6 +29,7 @@ def refused(data: dict[str, object], env: dict[str, str] | None = None) -> dict[
 DEFAULTS: dict[str, object] = {
     "base_dir": "/var/lib/kvhost",
     "tier_dir": None,
+    "volume_dir": None,
     "service_user": "kvhost",
     "accelerator": "auto",
     "python": "auto",

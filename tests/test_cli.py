@@ -37,7 +37,7 @@ def test_no_lock_of_the_matrix_has_its_name_cut(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "80")
     code, text = run("matrix")
     assert code == 0
-    for name in load_matrix(cli_matrix.LOCKS).locks:
+    for name in load_matrix(cli_matrix.locks_dir()).locks:
         assert name in text
 
 

@@ -226,7 +226,7 @@ def test_what_is_not_pinned_by_hash_is_no_lock(text: str) -> None:
 
 
 def test_the_command_writes_checks_and_tells(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_matrix, "LOCKS", folder)
+    monkeypatch.setattr(cli_matrix, "locks_dir", lambda: folder)
     more = [f"--uv-arg={word}" for word in links(folder)]
     run = CliRunner().invoke
     got = run(main, ["lock", NEW, "--python", "3.12", "--check", *more])

@@ -17,9 +17,10 @@ from typing import Any
 from pyinfra.api import FactBase
 from typing_extensions import override
 
+from kvhost import onhost
 from kvhost.onhost import DRIVE_SCRIPTS
 
-ONHOST = Path(__file__).resolve().parents[2] / "kvhost" / "onhost"
+ONHOST = Path(str(onhost.__file__)).parent
 
 #: what vLLM loads as a module: they lie in lib/ on the host
 LIBRARY = (ONHOST / "kvhost_guard.py", ONHOST / "kvhost_connector.py")

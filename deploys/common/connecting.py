@@ -1,0 +1,233 @@
+"""What kvhost adds to pyinfra's connecting: errors with the next step, sudo's password, no sftp.
+
+pyinfra itself fails one host where its connector raises ConnectError, so all of it happens inside
+of the connector's own `connect`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paramiko import SFTPClient, SSHException
+from pyinfra import context, logger
+from pyinfra.api import StringCommand
+from pyinfra.api.exceptions import ConnectError, PyinfraError
+from pyinfra.api.state import BaseStateCallback
+from pyinfra.connectors.scp import SCPClient
+
+from deploys.common.context import REPO
+from kvhost import known_hosts
+from kvhost.fleet import (
+    FLEET_VARIABLE,
+    KNOWN_HOSTS,
+    FleetError,
+    load_fleet,
+    pyinfra_hosts,
+    secrets_of,
+)
+from kvhost.progress import tell
+from kvhost.secrets import Secret
+
+#: host -> "password" | "sudo_password" -> secret; never among the hosts' data, which are shown
+_given: dict[str, Mapping[str, Secret]] = {}
+#: what pyinfra takes for sudo's password, so that it asks by the helper; no secret
+_BY_HELPER = "asked-by-helper"
+
+#: Run without sudo, the helper on its stdin. Prints free | PATH of the helper | wrong | none.
+#: The helper holds the password, in memory, 0700 of the login; pyinfra removes it at the end.
+_TRY_SUDO = """
+if sudo -n true 2>/dev/null; then cat >/dev/null; echo free; exit 0; fi
+command -v sudo >/dev/null || { cat >/dev/null; echo none; exit 0; }
+umask 077
+for d in "$XDG_RUNTIME_DIR" /dev/shm /tmp; do [ -n "$d" ] && [ -w "$d" ] && break; done
+find "$d" -maxdepth 1 -name 'kvhost-askpass-*' -user "$(id -un)" -mmin +720 -delete 2>/dev/null
+f=$(mktemp "$d/kvhost-askpass-XXXXXXXX") && cat >"$f" && chmod 700 "$f" || exit 1
+if [ -s "$f" ] && SUDO_ASKPASS=$f sudo -A -k true 2>/dev/null; then echo "$f"; exit 0; fi
+if [ -s "$f" ]; then echo wrong; else echo asks; fi
+rm -f "$f"
+"""
+
+
+def watch() -> None:
+    """Called by config.py, before there is an inventory."""
+    state = context.ctx_state.get()
+    init = state.init
+
+    def with_watch(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)  # makes the list of the handlers, so that none can be added before
+        state.add_callback_handler(Watch())
+
+    state.init = with_watch
+
+
+def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
+    """Group -> hosts of fleet.yaml, for an inventory file. Raises PyinfraError."""
+    given = path or REPO / os.environ.get(FLEET_VARIABLE, "fleet.yaml")
+    try:
+        fleet = load_fleet(given, folder=REPO if path is None else None)
+        hosts = pyinfra_hosts(fleet)
+        _given.update(secrets_of(fleet, os.environ))
+    except FleetError as error:
+        raise PyinfraError(str(error)) from None
+    (REPO / KNOWN_HOSTS).touch()
+    return hosts
+
+
+class Watch(BaseStateCallback):
+    """Each host as it connects, and each of its operations, for who shows the progress."""
+
+    @staticmethod
+    def host_before_connect(state: Any, host: Any) -> None:
+        connector = host.connector
+        if hasattr(connector, "make_paramiko_kwargs") and not hasattr(connector, "kvhost"):
+            connector.kvhost = True
+            connector.connect = _connecting(host, connector.connect)
+            connector.get_file_transfer_connection = _transfer(host)
+        tell(host.name, "connecting")
+
+    @staticmethod
+    def host_connect(state: Any, host: Any) -> None:
+        tell(host.name, "connected")
+
+    @staticmethod
+    def host_connect_error(state: Any, host: Any, error: Exception) -> None:
+        tell(host.name, "unreachable", str(error))
+
+    @staticmethod
+    def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
+        tell(host.name, "step", _names(state, op_hash), len(host.op_hash_order))
+
+    @staticmethod
+    def operation_host_success(state: Any, host: Any, op_hash: str, retry_count: int = 0) -> None:
+        tell(host.name, "done", _names(state, op_hash))
+
+    @staticmethod
+    def operation_host_error(
+        state: Any, host: Any, op_hash: str, retry_count: int = 0, max_retries: int = 0
+    ) -> None:
+        tell(host.name, "failed", _names(state, op_hash))
+
+
+def _names(state: Any, op_hash: str) -> str:
+    return ", ".join(sorted(state.get_op_meta(op_hash).names))
+
+
+def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
+    def connected() -> None:
+        secret = _given.get(host.name, {}).get("password")
+        if secret is not None:
+            host.connector.data["ssh_password"] = secret.get_secret_value()
+        try:
+            connect()
+        except ConnectError as error:
+            raise ConnectError(_explained(host, str(error))) from error
+        if host.connector.data["ssh_known_hosts_file"] == "/dev/null":
+            _any_key(host)
+        if host.data.get("_sudo"):
+            _sudo(host)
+
+    return connected
+
+
+def _place(host: Any) -> tuple[str, int]:
+    data = host.connector.data
+    return str(data["ssh_hostname"] or host.name), int(data["ssh_port"] or 22)
+
+
+def _explained(host: Any, said: str) -> str:
+    """The error with what to do about it."""
+    address, port = _place(host)
+    if "does not match" in said:
+        return (
+            f"{address} port {port} shows another host key than the one kept in {KNOWN_HOSTS}. "
+            "Either the machine is another one (a provider gave the address to a new one), or "
+            "somebody stands in between. If you know that it is new: "
+            f"kvhost inventory new-key {shlex.quote(host.name)}"
+        )
+    if "StrictPolicy" in said:
+        return (
+            f"{address} port {port} is not in {KNOWN_HOSTS}, and host_key is known. Put its key "
+            "there, from the provider's page or the machine's console, or set host_key: once"
+        )
+    if "Authentication error" in said:
+        return (
+            f"{address} port {port} lets nobody in with this login and key: {said}. Is user right, "
+            "and is the key (key: FILE) among the machine's authorized_keys?"
+        )
+    if "resolve" in said:
+        return f"{address}: no such name: {said}"
+    if "Could not connect" in said or "timed out" in said or "SSH error" in said:
+        return f"{address} port {port} cannot be reached: {said}"
+    return said
+
+
+def _any_key(host: Any) -> None:
+    """host_key any: another key is taken, and recorded with what was there before."""
+    key = host.connector.client.get_transport().get_remote_server_key()
+    address, port = _place(host)
+    told = known_hosts.record(REPO / KNOWN_HOSTS, address, port, key.get_name(), key.get_base64())
+    if told:
+        logger.warning(f"{host.print_prefix}{told}")
+
+
+def _sudo(host: Any) -> None:
+    """Without a password first; with it only where sudo asks. Raises ConnectError."""
+    secret = _given.get(host.name, {}).get("sudo_password")
+    given = secret.get_secret_value() if secret else ""
+    # the password is the helper's text, handed over on stdin: no process has it as an argument
+    helper = f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(given)}\n" if given else ""
+    _, output = host.run_shell_command(
+        StringCommand("sh", "-c", shlex.quote(_TRY_SUDO)),
+        _sudo=False,
+        _stdin=[helper] if helper else "",
+    )
+    said = output.stdout_lines[-1].strip() if output.stdout_lines else ""
+    if said == "free":
+        return
+    if said.startswith("/"):
+        for folder in {host.get_temp_dir_config(), host.data.get("_temp_dir") or "/tmp"}:
+            host.connector_data[f"sudo_askpass_path__{folder}"] = said
+        host.host_data["_sudo_password"] = _BY_HELPER
+        return
+    why = {
+        "wrong": "sudo does not take the password of sudo_password",
+        "asks": "sudo asks for a password. Write sudo_password: {env: NAME} or {file: …} in "
+        "fleet.yaml, or allow this user NOPASSWD",
+        "none": "there is no sudo on this host: connect as root, or install it",
+    }.get(said, f"sudo could not be tried: {output.stderr or output.stdout or 'no answer'}")
+    raise ConnectError(why)
+
+
+def _transfer(host: Any) -> Callable[[], Any]:
+    """Files by SFTP; by SCP where the host's sshd has none. Raises OSError where it has neither."""
+    kept: dict[Any, Any] = {}  # one a connection: a host that was rebooted has another
+
+    def transfer() -> Any:
+        transport = host.connector.client.get_transport()
+        if transport not in kept:
+            kept.clear()
+            kept[transport] = _client(host, transport)
+        return kept[transport]
+
+    transfer.cache = kept  # type: ignore[attr-defined]  # pyinfra clears it when it disconnects
+    return transfer
+
+
+def _client(host: Any, transport: Any) -> Any:
+    if host.connector.data["ssh_file_transfer_protocol"] == "scp":
+        return SCPClient(transport)
+    try:
+        return SFTPClient.from_transport(transport)
+    except (SSHException, EOFError):
+        ok, _ = host.run_shell_command(StringCommand("command -v scp"), _sudo=False)
+        if not ok:
+            raise OSError(
+                "sshd has no sftp and there is no scp: on the host, apt-get install "
+                "openssh-sftp-server, or openssh-client for scp"
+            ) from None
+        logger.info(f"{host.print_prefix}sshd has no sftp: files go by scp")
+        return SCPClient(transport)

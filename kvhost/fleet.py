@@ -1,0 +1,409 @@
+"""fleet.yaml: read, checked as a whole, and turned into the hosts of pyinfra. No pyinfra in it.
+
+Every problem of the file is told at once, with its line, and before any host is reached.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from kvhost._problems import Refusal, holds_a_secret, nearest, short
+from kvhost.fleet_model import FleetFile, Group, HostEntry, SecretRef, jump_parts
+from kvhost.schema_drives import HOST_DATA_ONLY
+from kvhost.secrets import Secret, SecretError, read_secret
+from kvhost.settings import SettingsError, validate_hosts
+
+KNOWN_HOSTS = "known_hosts"
+SSH_CONFIG = ".kvhost/ssh_config"
+#: names another file in the place of fleet.yaml: one that is tried before it is written
+FLEET_VARIABLE = "KVHOST_FLEET"
+
+_KINDS = {
+    "string_type": "text, in quotes if it looks like a number",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "dict_type": "keys with values",
+    "model_type": "keys with values",
+    "model_attributes_type": "keys with values",
+    "list_type": "a list",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong in the file: its line (from 1), the key as hosts.NAME.KEY, what to write."""
+
+    line: int
+    key: str
+    what: str
+    write: str
+
+
+class FleetError(ValueError):
+    """Every fault of a fleet.yaml; `str()` is the list for people."""
+
+    def __init__(self, path: Path, faults: Sequence[Fault]) -> None:
+        self.path, self.faults = path, tuple(sorted(faults, key=lambda f: (f.line, f.key)))
+        noun = "problem" if len(faults) == 1 else "problems"
+        lines = [f"{len(faults)} {noun} in {path}. No host was reached."]
+        for fault in self.faults:
+            lines.append(f"{path.name}:{fault.line}: {fault.key}: {fault.what}")
+            lines.append(f"   write: {fault.write}")
+        super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A checked file, and the folder that its relative paths begin at."""
+
+    path: Path
+    file: FleetFile
+    folder: Path
+
+    def settings_of(self, name: str) -> dict[str, Any]:
+        """All of a host's settings: fleet, role, groups in their order, then its own."""
+        return _merged(self.file, self.file.hosts[name])
+
+
+def yaml() -> YAML:
+    """Reads and writes with comments and order kept."""
+    made = YAML(typ="rt")
+    made.preserve_quotes = True
+    made.width = 1000
+    return made
+
+
+def load_fleet(path: Path, folder: Path | None = None) -> Fleet:
+    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults."""
+    root = read_yaml(path)
+    try:
+        file = FleetFile.model_validate(plain(root))
+    except ValidationError as error:
+        faults = [_fault(root, dict(detail)) for detail in error.errors(include_url=False)]
+        raise FleetError(path, faults) from None
+    faults = [*_groups_known(root, file), *_misplaced(root, file), *_settings(root, file)]
+    if faults:  # one a place: the first says what to do about it
+        first = {(fault.line, fault.key): fault for fault in reversed(faults)}
+        raise FleetError(path, list(first.values()))
+    return Fleet(path, file, folder or path.parent)
+
+
+def read_yaml(path: Path) -> CommentedMap:
+    """The file as a mapping, with its lines. Raises FleetError."""
+    try:
+        with path.open(encoding="utf-8") as handle:
+            root = yaml().load(handle)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        words = " ".join(str(error.problem or error.context).split("\n", 1)[0].split())
+        if holds_a_secret(words):
+            words = "is not YAML"
+        raise FleetError(path, [Fault(line, "the file", words, "YAML (docs/fleets.md)")]) from None
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "cannot be read as YAML"
+        raise FleetError(
+            path, [Fault(1, "the file", str(why), "kvhost init DIR makes one")]
+        ) from None
+    if root is None:
+        return CommentedMap()
+    if not isinstance(root, CommentedMap):
+        raise FleetError(path, [Fault(1, "the file", "must begin with a key", "hosts:")])
+    return root
+
+
+def plain(node: Any) -> Any:
+    """Without what ruamel hangs on: dict, list, str, int, float, bool, None; dates stay."""
+    if isinstance(node, Mapping):
+        return {str(k) if isinstance(k, str) else k: plain(v) for k, v in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [plain(item) for item in node]
+    for kind in (str, float):
+        if isinstance(node, kind):
+            return kind(node)
+    if isinstance(node, int) and not isinstance(node, bool):
+        return int(node)
+    return node
+
+
+def line_of(root: CommentedMap, loc: Sequence[Any]) -> int:
+    """Line (from 1) of the deepest key of ``loc`` that is in the file."""
+    line, node = 1, root
+    for step in loc:
+        try:
+            if isinstance(node, CommentedMap) and step in node:
+                line = node.lc.key(step)[0] + 1
+            elif isinstance(node, CommentedSeq) and isinstance(step, int) and step < len(node):
+                line = node.lc.item(step)[0] + 1
+            else:
+                break
+        except (KeyError, TypeError):  # merged in by <<, which has no line of its own
+            break
+        node = node[step]
+    return line
+
+
+def _named(loc: Sequence[Any]) -> str:
+    words = [str(part) for part in loc if part != "[key]"]
+    return "(not shown)" if holds_a_secret(words) else ".".join(words) or "the file"
+
+
+def _fault(root: CommentedMap, detail: dict[str, Any]) -> Fault:
+    """One error of pydantic in our words."""
+    loc, kind = detail["loc"], detail["type"]
+    line, key = line_of(root, loc), _named(loc)
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, Refusal):
+        return Fault(line, key, cause.what, str(cause.write or "docs/fleets.md"))
+    if kind == "extra_forbidden":
+        return _unknown(root, loc, line)
+    if kind == "missing":
+        return Fault(line, key, "is missing", f"{loc[-1]}: 203.0.113.7")
+    if kind == "literal_error":
+        choices = str(detail["ctx"]["expected"]).replace("'", "")
+        return Fault(line, key, f"must be {choices}", choices.split(",")[0].split(" or ")[0])
+    if kind in ("greater_than_equal", "less_than_equal"):
+        return Fault(line, key, "must be a port, 1 to 65535", "22")
+    what = f"must be {_KINDS[kind]}" if kind in _KINDS else str(detail["msg"])
+    return Fault(line, key, what, "docs/fleets.md has an example")
+
+
+def _unknown(root: CommentedMap, loc: Sequence[Any], line: int) -> Fault:
+    model: Any = FleetFile
+    if len(loc) >= 3:
+        model = HostEntry if loc[0] == "hosts" else Group
+    if len(loc) == 4:
+        model = SecretRef
+    word = str(loc[-1])
+    if holds_a_secret(word):
+        return Fault(line, "(not shown)", "a secret never stands in this file", "{env: NAME}")
+    meant = {
+        "ssh_user": "user",
+        "ssh_port": "port",
+        "ssh_key": "key",
+        "hostname": "address",
+        "host": "address",
+        "ip": "address",
+        "_sudo": "sudo",
+        "ssh_hostname": "address",
+        "proxyjump": "jump",
+        "identity_file": "key",
+    }.get(word.lower())
+    meant = meant or nearest(word, model.model_fields)
+    if meant is None or meant == word:
+        return Fault(
+            line,
+            _named(loc),
+            "is no key here",
+            f"one of: {', '.join(model.model_fields)}; a setting goes below settings:",
+        )
+    return Fault(line, _named(loc), f"is no key here; did you mean {meant}?", f"{meant}: …")
+
+
+def _groups_known(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+    for name, entry in file.hosts.items():
+        for number, group in enumerate(entry.groups):
+            if group not in file.groups:
+                meant = nearest(group, file.groups)
+                write = meant or f"groups: {{{group}: }} at the top of the file"
+                loc: tuple[Any, ...] = ("hosts", name, "groups", number)
+                yield Fault(
+                    line_of(root, loc),
+                    _named(loc[:3]),
+                    f"{short(group)} is not among the groups of this file",
+                    write,
+                )
+    addresses: dict[tuple[str, int, str | None], str] = {}
+    for name, entry in file.hosts.items():
+        place = (entry.address, entry.port, entry.jump)
+        if place in addresses:
+            loc2 = ("hosts", name, "address")
+            yield Fault(
+                line_of(root, loc2),
+                _named(loc2),
+                f"is that of {addresses[place]} too: one machine, two names",
+                "one of them",
+            )
+        addresses.setdefault(place, name)
+
+
+def _misplaced(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+    """What is for one host alone (a token that erases) may not stand where several get it."""
+    places: list[tuple[tuple[str, ...], Mapping[str, Any]]] = [(("settings",), file.settings)]
+    places += [
+        (("groups", name, "settings"), group.settings)
+        for name, group in file.groups.items()
+        if group
+    ]
+    for loc, settings in places:
+        for key in sorted(HOST_DATA_ONLY & set(settings)):
+            yield Fault(
+                line_of(root, (*loc, key)),
+                _named((*loc, key)),
+                "could reach more than the one host that it is for",
+                f"hosts: {{NAME: {{settings: {{{key}: …}}}}}}",
+            )
+
+
+def _merged(file: FleetFile, entry: HostEntry) -> dict[str, Any]:
+    merged = {**file.settings, **entry.from_role()}
+    for name in entry.groups:
+        group = file.groups.get(name)
+        merged |= group.settings if group else {}
+    return merged | entry.settings
+
+
+def _where(file: FleetFile, host: str, key: str) -> tuple[str, ...]:
+    """The place whose value of a setting counts for a host."""
+    entry = file.hosts[host]
+    if key in entry.settings:
+        return ("hosts", host, "settings", key)
+    for name in reversed(entry.groups):
+        group = file.groups.get(name)
+        if group and key in group.settings:
+            return ("groups", name, "settings", key)
+    return ("settings", key) if key in file.settings else ("hosts", host)
+
+
+def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+    """Of values alone: what several mean together is checked with group_data/ by every run."""
+    data = {name: _merged(file, entry) for name, entry in file.hosts.items()}
+    hosts = dict(file.hosts)
+    used = {group for entry in hosts.values() for group in entry.groups}
+    for group in [None, *file.groups]:  # those that no host has yet are checked too
+        if group not in used and (group or not hosts):
+            entry = HostEntry(address="-", groups=[group] if group else [])
+            hosts[f"({group})"] = entry
+            data[f"({group})"] = _merged(file, entry)
+    file = file.model_copy(update={"hosts": hosts})
+    try:
+        validate_hosts(data, frozenset())
+    except SettingsError as error:
+        seen = set()
+        for problem, problem_hosts in error.problems.items():
+            if ", " in problem.key:
+                continue
+            for host in problem_hosts:
+                loc: tuple[str, ...] = _where(file, host, problem.key)
+                if loc not in seen:
+                    seen.add(loc)
+                    key = _named(loc) if loc[-1] == problem.key else problem.key
+                    yield Fault(
+                        line_of(root, loc), key, problem.what, problem.write.replace(" = ", ": ", 1)
+                    )
+
+
+# What pyinfra is given
+
+
+def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
+    """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing."""
+    faults: list[Fault] = []
+    found: dict[str, dict[str, Secret]] = {}
+    root = read_yaml(fleet.path)
+    for name, entry in fleet.file.hosts.items():
+        for key in ("password", "sudo_password"):
+            ref: SecretRef | None = getattr(entry, key)
+            if ref is None:
+                continue
+            loc = ("hosts", name, key)
+            where = str(fleet.folder / ref.file) if ref.file else None
+            try:
+                secret = read_secret(_named(loc), where, ref.env or "", env)
+            except SecretError as error:
+                what = str(error).removeprefix(f"{_named(loc)}: ")
+                faults.append(Fault(line_of(root, loc), _named(loc), what, "a file, chmod 600"))
+                continue
+            if secret is None:
+                faults.append(
+                    Fault(
+                        line_of(root, loc),
+                        _named(loc),
+                        f"{ref.env} is not in the environment",
+                        f"export {ref.env}=…",
+                    )
+                )
+            else:
+                found.setdefault(name, {})[key] = secret
+    if faults:
+        raise FleetError(fleet.path, faults)
+    return found
+
+
+def pyinfra_hosts(fleet: Fleet, env: Mapping[str, str] | None = None) -> dict[str, list[Any]]:
+    """Group -> hosts, as an inventory of pyinfra has them: "all" with data, the others by name.
+
+    Writes the ssh configuration that jump hosts need. Raises FleetError.
+    """
+    secrets = secrets_of(fleet, os.environ if env is None else env)
+    config = write_ssh_config(fleet)
+    groups: dict[str, list[Any]] = {"all": []}
+    for name, entry in fleet.file.hosts.items():
+        data = connection_data(fleet, entry, secrets.get(name, {}), config)
+        groups["all"].append((name, data | fleet.settings_of(name)))
+        for group in (entry.role, *entry.groups):
+            groups.setdefault(group, []).append(name)
+    return groups
+
+
+def connection_data(
+    fleet: Fleet, entry: HostEntry, secrets: Mapping[str, Secret], ssh_config: Path
+) -> dict[str, Any]:
+    """pyinfra's own keys for one host."""
+    known = "/dev/null" if entry.host_key == "any" else str(fleet.folder / KNOWN_HOSTS)
+    data: dict[str, Any] = {
+        "ssh_hostname": entry.address,
+        "ssh_port": entry.port,
+        "ssh_known_hosts_file": known,
+        "ssh_strict_host_key_checking": "yes" if entry.host_key == "known" else "accept-new",
+        "ssh_file_transfer_protocol": entry.transfer,
+    }
+    if entry.user:
+        data["ssh_user"] = entry.user
+    if entry.key:
+        data["ssh_key"] = str(fleet.folder / Path(entry.key).expanduser())
+    if entry.jump:
+        data["ssh_config_file"] = str(ssh_config)
+    if entry.sudo:
+        data["_sudo"] = True
+    if "password" in secrets:
+        data["ssh_password"] = secrets["password"].get_secret_value()
+    return data
+
+
+def write_ssh_config(fleet: Fleet) -> Path:
+    """The jump hosts, for pyinfra, which takes them from a file of OpenSSH's form alone."""
+    path = fleet.folder / SSH_CONFIG
+    jumps = [entry for entry in fleet.file.hosts.values() if entry.jump]
+    if not jumps:
+        return path
+    known = fleet.folder / KNOWN_HOSTS
+    lines = ["# Written by kvhost from fleet.yaml at every run."]
+    done = set()
+    for entry in jumps:
+        assert entry.jump is not None
+        key = [f"  IdentityFile {fleet.folder / Path(entry.key).expanduser()}"] if entry.key else []
+        if entry.address not in done:
+            done.add(entry.address)
+            lines += [f"Host {entry.address}", f"  ProxyJump {entry.jump}"]
+        for user, host, port in jump_parts(entry.jump):
+            if host in done:
+                continue
+            done.add(host)
+            lines += [f"Host {host}", f"  Port {port}", *([f"  User {user}"] if user else []), *key]
+            lines += [f"  UserKnownHostsFile {known}", "  StrictHostKeyChecking accept-new"]
+    text = "\n".join(lines) + "\n"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    new = path.with_name(f"ssh_config.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+    return path

@@ -1,0 +1,79 @@
+"""The working copy's own known_hosts file: keys of rented hosts come and go, and it is recorded.
+
+Lines are OpenSSH's. One that no longer holds stays as a comment, with the time.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def entry_name(address: str, port: int) -> str:
+    """As OpenSSH names a host: the port only where it is not 22."""
+    return address if port == 22 else f"[{address}]:{port}"
+
+
+def fingerprint(key_base64: str) -> str:
+    """SHA256:… as ssh-keygen -l shows it."""
+    digest = hashlib.sha256(base64.b64decode(key_base64)).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def forget(path: Path, address: str, port: int) -> list[str]:
+    """Takes the keys of a host out. The fingerprints of what was there. Raises OSError."""
+    with _locked(path):
+        return _replace(path, entry_name(address, port), None, "taken out")
+
+
+def record(path: Path, address: str, port: int, kind: str, key_base64: str) -> str | None:
+    """Keeps this key in the place of others. What changed, for people; None if nothing did."""
+    name = entry_name(address, port)
+    with _locked(path):
+        there = [words for words in _lines(path) if words[0] == name]
+        if [kind, key_base64] in [words[1:3] for words in there]:
+            return None
+        gone = _replace(path, name, f"{name} {kind} {key_base64}", "replaced")
+    now = f"{name} shows the key {fingerprint(key_base64)}"
+    if not gone:
+        return f"{now}, the first that is seen (host_key: any)"
+    return f"{now}, not {', '.join(gone)} as before; accepted and recorded (host_key: any)"
+
+
+def _lines(path: Path) -> list[list[str]]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    words = [line.split() for line in text.splitlines()]
+    return [one for one in words if len(one) >= 3 and not one[0].startswith(("#", "@"))]
+
+
+def _replace(path: Path, name: str, line: str | None, why: str) -> list[str]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    kept, gone = [], []
+    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for old in text.splitlines():
+        words = old.split()
+        if len(words) >= 3 and words[0] == name:
+            gone.append(fingerprint(words[2]))
+            kept.append(f"# {at} {why}: {name} {words[1]} {gone[-1]}")
+        else:
+            kept.append(old)
+    kept += [line] if line else []
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+    new.replace(path)
+    return gone
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two runs may learn of two hosts at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

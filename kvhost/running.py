@@ -1,0 +1,205 @@
+"""One run of pyinfra: its lines to the terminal and into a log, and who is at what meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvhost import progress
+from kvhost.run_log import Mask, open_log
+from kvhost.verdict_view import printable
+
+#: hosts with a line of their own; of more only those that are slow, failed or away
+MOST_LINES = 16
+#: lines of pyinfra that the progress says already, one a host
+_SAID = re.compile(r"^\s*\[[^\]]+\] (Connected|Success|No changes|Ready: .*|Loaded fact .*)\s*$")
+ENDED = ("failed", "unreachable", "finished")
+
+
+@dataclass
+class HostState:
+    """Where a host stands."""
+
+    event: str = "waiting"
+    text: str = ""
+    steps: int = 0
+    done: int = 0
+    since: float = field(default_factory=time.time)
+
+    def line(self) -> str:
+        count = f"{self.done}/{self.steps} " if self.steps else ""
+        return f"{count}{self.text}".strip()
+
+
+@dataclass
+class Board:
+    """What is known of every host, from the events of the run."""
+
+    hosts: dict[str, HostState] = field(default_factory=dict)
+
+    def take(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for row in rows:
+            host = self.hosts.setdefault(row["host"], HostState())
+            event = row["event"]
+            if host.event in ENDED:
+                continue
+            if event == "done":
+                host.done += 1
+                if host.steps and host.done >= host.steps:
+                    host.event = "finished"
+                continue
+            host.event, host.text, host.since = event, row["text"], row["time"]
+            host.steps = row["steps"] or host.steps
+
+    def render(self, now: float) -> RenderableType:
+        """At most about MOST_LINES lines, however many hosts there are."""
+        names = list(self.hosts)
+        parts: list[RenderableType] = []
+        if len(names) > MOST_LINES:
+            counts: dict[str, int] = {}
+            for host in self.hosts.values():
+                word = "at work" if host.event in ("step", "connected") else host.event
+                counts[word] = counts.get(word, 0) + 1
+            words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+            parts.append(Text(f"{len(names)} hosts: {words}", "bold"))
+            bad = [n for n in names if self.hosts[n].event in ("failed", "unreachable")]
+            slow = sorted(
+                (n for n in names if self.hosts[n].event not in ENDED),
+                key=lambda n: self.hosts[n].since,
+            )
+            names = [*bad[: MOST_LINES // 2], *slow][: MOST_LINES - 2]
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for style in ("bold", "", "dim"):
+            table.add_column(style=style, no_wrap=True, overflow="ellipsis")
+        for name in names:
+            host = self.hosts[name]
+            style = {"failed": "red", "unreachable": "red", "finished": "green"}.get(host.event, "")
+            word = "" if host.event == "step" else f"{host.event} "
+            text = Text(printable(f"{word}{host.line()}"), style)
+            seconds = "" if host.event in ENDED else f"{max(0.0, now - host.since):.0f} s"
+            table.add_row(printable(name), text, seconds)
+        return Group(*parts, table)
+
+    def stands(self) -> list[str]:
+        """Where hosts stood that did not finish, for a run that was broken off."""
+        return [
+            f"{printable(name)}: {printable(host.event)} {printable(host.line())}".rstrip()
+            for name, host in self.hosts.items()
+            if host.event != "finished"
+        ]
+
+
+def run(
+    argv: list[str], folder: Path, logs: Path, what: str, secrets: Iterable[str] = (),
+    *, stdout: TextIO | None = None,
+) -> int:  # fmt: skip
+    """Runs pyinfra in ``folder``; its exit code, 130 if it was broken off.
+
+    On a terminal its hosts are shown as they go on, elsewhere its lines as they come. ``stdout``
+    takes the place of this process's own. Raises OSError where no log can be written.
+    """
+    mask = Mask(secrets)
+    path, log = open_log(logs, what)
+    out = stdout or sys.stdout
+    lock = threading.Lock()
+    board = Board()
+    live = sys.stderr.isatty() and out.isatty()
+    console = Console(stderr=True)
+
+    def show(line: str, sink: TextIO) -> None:
+        with lock:
+            log.write(mask(line))
+            log.flush()
+        if live and not _SAID.match(line):
+            console.print(Text.from_ansi(mask(line).rstrip("\n")), soft_wrap=True)
+        elif not live:
+            # not masked: who asks for it on a pipe reads what pyinfra itself would print
+            sink.write(line)
+            sink.flush()
+
+    with log, tempfile.TemporaryDirectory() as events_folder:
+        events = Path(events_folder, "events")
+        events.touch()
+        process = subprocess.Popen(
+            argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", bufsize=1, env=_environment(folder, events),
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        readers = [
+            threading.Thread(target=_pass_on, args=(process.stdout, out, show), daemon=True),
+            threading.Thread(target=_pass_on, args=(process.stderr, sys.stderr, show), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        code = _wait(process, events, board, console if live else None)
+        for reader in readers:
+            reader.join(10)
+        if code == 130:
+            for line in board.stands():
+                sys.stderr.write(f"broken off: {line}\n")
+    sys.stderr.write(f"log of this run: {path}\n")
+    return code
+
+
+def _environment(folder: Path, events: Path) -> dict[str, str]:
+    """The deploys of the working copy come before all others that may be on Python's path."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, progress.EVENTS: str(events), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _pass_on(source: IO[str], sink: TextIO, show: Callable[[str, TextIO], None]) -> None:
+    for line in source:
+        show(line, sink)
+
+
+def _wait(
+    process: subprocess.Popen[str], events: Path, board: Board, console: Console | None
+) -> int:
+    """Until pyinfra has ended. SIGTERM becomes Ctrl-C, at which it gives its locks back."""
+    broken = False
+
+    def terminated(*_: Any) -> None:
+        nonlocal broken
+        broken = True
+        process.send_signal(signal.SIGINT)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminated) if main else None
+    shown = Live(console=console, refresh_per_second=4, transient=True) if console else None
+    with events.open(encoding="utf-8") as tail:
+        try:
+            if shown:
+                shown.start()
+            while True:
+                try:
+                    process.wait(0.25 if shown else None)
+                    break
+                except subprocess.TimeoutExpired:
+                    board.take(progress.read(tail))
+                    if shown:
+                        shown.update(board.render(time.time()))
+                except KeyboardInterrupt:
+                    broken = True  # pyinfra had it too: it gives the hosts' locks back, and ends
+        finally:
+            if shown:
+                shown.stop()
+            if main:
+                signal.signal(signal.SIGTERM, before)
+        board.take(progress.read(tail))
+    return 130 if broken and process.returncode else process.returncode

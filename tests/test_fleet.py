@@ -1,0 +1,186 @@
+"""fleet.yaml: what is taken, every fault at once with its line, secrets by reference alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvhost import known_hosts
+from kvhost.fleet import FleetError, load_fleet, pyinfra_hosts
+
+pytestmark = pytest.mark.fleet
+
+GOOD = """\
+# the fleet of the cellar
+settings:
+  cache_limit_gib: 10
+groups:
+  gpu_a: {settings: {cache_limit_gib: 50, chunk_size: 512}}
+  slow:
+hosts:
+  one:
+    address: 192.0.2.1
+    user: ann
+    key: keys/id   # beside this file
+    sudo: true
+    sudo_password: {env: ONE_SUDO}
+    groups: [gpu_a, slow]
+    settings: {drive_serial: S7KHNJ0W123456A}
+  p1:
+    address: 203.0.113.7
+    port: 40022
+    role: pod
+    volume: /workspace
+    jump: me@bastion:2200
+    host_key: any
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "fleet.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def faults(folder: Path, text: str) -> list[tuple[int, str, str]]:
+    with pytest.raises(FleetError) as caught:
+        load_fleet(write(folder, text))
+    return [(fault.line, fault.key, fault.what) for fault in caught.value.faults]
+
+
+def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
+    groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), {"ONE_SUDO": "pw"})
+    one, pod = (dict(groups["all"])[name] for name in ("one", "p1"))
+    assert one["ssh_hostname"] == "192.0.2.1"
+    assert one["ssh_key"] == str(tmp_path / "keys/id")
+    assert one["ssh_known_hosts_file"] == str(tmp_path / "known_hosts")
+    assert one["_sudo"] is True
+    assert (one["cache_limit_gib"], one["drive_serial"]) == (50, "S7KHNJ0W123456A")
+    assert (pod["base_dir"], pod["volume_dir"]) == ("/workspace/kvhost", "/workspace")
+    assert (pod["ssh_port"], pod["ssh_known_hosts_file"]) == (40022, "/dev/null")
+    assert pod["cache_limit_gib"] == 10
+    assert (groups["gpu_a"], groups["pod"], groups["vm"]) == (["one"], ["p1"], ["one"])
+    assert "pw" not in repr(groups), "the password is among the data that pyinfra shows"
+    config = Path(pod["ssh_config_file"]).read_text()
+    assert "Host 203.0.113.7\n  ProxyJump me@bastion:2200\n" in config
+    assert f"Host bastion\n  Port 2200\n  User me\n  UserKnownHostsFile {tmp_path}" in config
+
+
+def test_every_fault_at_once_with_its_line(tmp_path: Path) -> None:
+    found = faults(tmp_path, """\
+setings: {}
+groups:
+  all: {settings: {}}
+hosts:
+  one:
+    adress: 10.0.0.1
+    port: "22"
+    role: server
+  two:
+    address: root@10.0.0.1
+    jump: "a b"
+    sudo_password: hunter2
+""")  # fmt: skip
+    assert [(line, key) for line, key, _ in found] == [
+        (1, "setings"),
+        (3, "groups.all"),
+        (5, "hosts.one.address"),
+        (6, "hosts.one.adress"),
+        (7, "hosts.one.port"),
+        (8, "hosts.one.role"),
+        (10, "hosts.two.address"),
+        (11, "hosts.two.jump"),
+        (12, "hosts.two.sudo_password"),
+    ]
+    with pytest.raises(FleetError) as caught:
+        load_fleet(tmp_path / "fleet.yaml")
+    said = str(caught.value)
+    assert "hunter2" not in said
+    assert "did you mean settings?" in said
+    assert "did you mean address?" in said
+    assert said.startswith(f"9 problems in {tmp_path / 'fleet.yaml'}. No host was reached.")
+
+
+def test_settings_are_checked_where_they_stand(tmp_path: Path) -> None:
+    token = "erase-" + "0" * 32
+    found = faults(tmp_path, f"""\
+settings:
+  cache_limit_gb: 3
+groups:
+  a:
+    settings:
+      drive_erase: {token}
+      l1_gib: nope
+hosts:
+  one: {{address: 10.0.0.1, groups: [b]}}
+  two: {{address: 10.0.0.1, settings: {{chunk_size: 1}}}}
+""")  # fmt: skip
+    assert [(line, key) for line, key, _ in found] == [
+        (2, "settings.cache_limit_gb"),
+        (6, "groups.a.settings.drive_erase"),
+        (7, "groups.a.settings.l1_gib"),
+        (9, "hosts.one.groups"),
+        (10, "hosts.two.address"),
+        (10, "hosts.two.settings.chunk_size"),
+    ]
+    assert "could reach more than the one host" in found[1][2]
+    assert "one machine, two names" in found[4][2]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("hosts:\n  a: {address: x}\n  a: {address: y}\n", 3, "duplicate key"),
+        ("hosts: [\n", 2, "expected"),
+        ("- hosts\n", 1, "must begin with a key"),
+        ("hosts:\n  p: {address: x, role: pod}\n", 2, "role: pod and volume belong together"),
+        ("hosts:\n  'a b': {address: x}\n", 2, "must be letters"),
+        ("hosts:\n  a: {address: x, sudo_password: {env: A}}\n", 2, "sudo is not asked for"),
+        ("hosts:\n  a: {address: x, password: {env: A, file: b}}\n", 2, "names one place"),
+        ("hosts:\n  a: {address: x, port: 0}\n", 2, "must be a port"),
+        ("hosts:\n  a: {address: x, settings: {api_key_file: sk-aaaaaaaaaaaaaaaaaaaaaaaa}}\n", 2,
+         "secret itself"),
+    ],
+)  # fmt: skip
+def test_one_fault(tmp_path: Path, text: str, line: int, what: str) -> None:
+    found = faults(tmp_path, text)
+    assert len(found) == 1, found
+    assert found[0][0] == line
+    assert what in found[0][2]
+    assert "sk-aaaa" not in str(found)
+
+
+def test_a_secret_that_is_not_there_or_open_to_others(tmp_path: Path) -> None:
+    text = """\
+hosts:
+  one: {address: a, sudo: true, sudo_password: {env: NOT_SET}}
+  two: {address: b, password: {file: secrets/two}}
+"""
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/two").write_text("pass word two\n")
+    fleet = load_fleet(write(tmp_path, text))
+    with pytest.raises(FleetError) as caught:
+        pyinfra_hosts(fleet, {})
+    said = [(fault.line, fault.what) for fault in caught.value.faults]
+    assert said[0] == (2, "NOT_SET is not in the environment")
+    assert said[1][0] == 3
+    assert "chmod 600" in said[1][1]
+    assert "pass word" not in str(caught.value)
+
+
+KEY_A, KEY_B = "QUFBQQ==", "QkJCQg=="
+
+
+def test_another_host_key_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text("# mine\nother ssh-ed25519 QUFBQQ==\n")
+    assert "first that is seen" in str(known_hosts.record(path, "h", 40022, "ssh-ed25519", KEY_A))
+    assert known_hosts.record(path, "h", 40022, "ssh-ed25519", KEY_A) is None
+    told = str(known_hosts.record(path, "h", 40022, "ssh-ed25519", KEY_B))
+    assert f"{known_hosts.fingerprint(KEY_B)}, not {known_hosts.fingerprint(KEY_A)}" in told
+    assert known_hosts.forget(path, "h", 40022) == [known_hosts.fingerprint(KEY_B)]
+    lines = path.read_text().splitlines()
+    assert lines[:2] == ["# mine", "other ssh-ed25519 QUFBQQ=="]
+    assert [line.split()[2] for line in lines[2:]] == ["replaced:", "taken"]
+    assert known_hosts.entry_name("h", 22) == "h"

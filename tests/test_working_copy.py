@@ -1,0 +1,190 @@
+"""A user's own repository: made, used with an installed wheel, brought up to date; run logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from kvhost import running, working_copy
+from kvhost.run_log import KEPT, Mask, open_log
+from tests.e2e_tools import make_site
+
+pytestmark = pytest.mark.fleet
+REPO = Path(__file__).parents[1]
+
+
+def test_it_is_made_beside_a_users_own_files_and_found_from_below(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    made = working_copy.make(tmp_path)
+    assert {"deploy.py", "deploys/common/prepare.py", "locks/matrix.yaml"} <= set(made.written)
+    assert not (tmp_path / "tests").exists()
+    assert not (tmp_path / "setup.py").exists()
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert working_copy.root(tmp_path / "deploys") == tmp_path
+    assert "/secrets/" in (tmp_path / ".gitignore").read_text()
+    assert working_copy.make(tmp_path).written == []
+
+
+def test_it_replaces_no_file_of_others(tmp_path: Path) -> None:
+    (tmp_path / "deploy.py").write_text("theirs")
+    with pytest.raises(working_copy.CopyError, match=r"would be replaced: deploy\.py"):
+        working_copy.make(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["deploy.py"]
+
+
+def test_a_new_version_leaves_what_the_user_changed(tmp_path: Path) -> None:
+    working_copy.make(tmp_path)
+    mark = tmp_path / working_copy.MARK
+    told = json.loads(mark.read_text())
+    old = {"deploy.py": "old", "grow.py": "old", "gone.py": "old", "kept.py": "old"}
+    for name, text in old.items():  # as an older version wrote them
+        (tmp_path / name).write_text(text)
+        told["files"][name] = working_copy._digest(text.encode())
+    mark.write_text(json.dumps({**told, "version": "0.0.1"}))
+    (tmp_path / "grow.py").write_text("changed by the user")
+    (tmp_path / "kept.py").write_text("changed by the user")
+    (tmp_path / "fleet.yaml").write_text("hosts: {}  # mine\n")
+    with pytest.raises(working_copy.CopyError, match=r"is of kvhost 0\.0\.1"):
+        working_copy.check_version(tmp_path)
+    made = working_copy.make(tmp_path)
+    assert (made.written, made.removed, made.beside) == (["deploy.py"], ["gone.py"], ["grow.py"])
+    assert (tmp_path / "deploy.py").read_text() == (REPO / "deploy.py").read_text()
+    assert (tmp_path / "grow.py").read_text() == "changed by the user"
+    assert (tmp_path / "grow.py.new").read_text() == (REPO / "grow.py").read_text()
+    assert (tmp_path / "kept.py").exists()
+    assert (tmp_path / "fleet.yaml").read_text() == "hosts: {}  # mine\n"
+    working_copy.check_version(tmp_path)
+
+
+@pytest.mark.parametrize("with_own", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: bool) -> None:
+    """Built from a clean copy, in an environment of its own; ``with_own``: dependencies too, else
+    those of the tests."""
+    repo = make_site(tmp_path).repo
+
+    def run(*argv: str | Path, cwd: Path) -> str:
+        keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "KVHOST_REPORTS")}
+        done = subprocess.run(
+            [*map(str, argv)], cwd=cwd, env=keep, text=True, timeout=300, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]
+        return done.stdout
+
+    quiet = ("-q", "--disable-pip-version-check")
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python, kvhost = tmp_path / "venv/bin/python", tmp_path / "venv/bin/kvhost"
+    run(python, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", tmp_path, repo, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
+    if with_own:
+        run(python, "-m", "pip", "install", *quiet, wheel, cwd=tmp_path)
+    else:
+        run(python, "-m", "pip", "install", *quiet, "--no-deps", wheel, cwd=tmp_path)
+        (site / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        script = Path(sys.executable).with_name("pyinfra").read_text().splitlines(True)
+        (tmp_path / "venv/bin/pyinfra").write_text("".join([f"#!{python}\n", *script[1:]]))
+        (tmp_path / "venv/bin/pyinfra").chmod(0o755)
+    assert not [name for name in ("deploys", "tests", "deploy.py", "config.py")
+                if (site / name).exists()]  # fmt: skip
+    run(kvhost, "init", "mine", cwd=tmp_path)
+    planned = run(kvhost, "plan", "--json", "--data", "base_dir=/var/lib/kvhost-wheel",
+                  cwd=tmp_path / "mine/locks")  # fmt: skip
+    line = next(line for line in planned.splitlines() if line.startswith('{"@local"'))
+    assert json.loads(line)["@local"]["actions"]
+    assert f"log of this run: {tmp_path}/mine/logs/" in planned
+
+
+def test_secrets_do_not_reach_a_log() -> None:
+    mask = Mask(["hunter22", "a"])
+    assert mask("x hunter22 y a") == "x ******** y a"
+    assert mask("Authorization: Bearer abcdef") == "Authorization: Bearer ********"
+    assert mask("token hf_" + "a" * 24 + ".") == "token ********."
+    assert mask("env PYINFRA_SUDO_PASSWORD='x y' sudo") == "env PYINFRA_SUDO_PASSWORD=******** sudo"
+
+
+def test_a_run_keeps_its_log_and_the_oldest_go(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for n in range(KEPT + 5):
+        (logs / f"2026-01-01T0000{n:02}Z-plan-1.log").touch()
+    (logs / "notes.txt").touch()
+    script = (
+        "import json, os, sys, time\n"
+        "print('key', os.environ['KVHOST_API_KEY'])\n"
+        "print('to stderr', file=sys.stderr)\n"
+        "raise SystemExit(3)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path; from kvhost import running\n"
+        f"sys.exit(running.run([sys.executable, '-c', {script!r}], Path('.'), Path('logs'), "
+        "'deploy', ['key-7c1d0f4b9a']))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO), "KVHOST_API_KEY": "key-7c1d0f4b9a"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True,
+                          capture_output=True, check=False, timeout=60)  # fmt: skip
+    assert done.returncode == 3
+    assert "to stderr" in done.stderr
+    told = re.search(r"log of this run: (\S+)", done.stderr)
+    assert told
+    log = tmp_path / told[1]
+    assert "key ********" in log.read_text()
+    assert "to stderr" in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert len(list(logs.glob("*.log"))) == KEPT
+    assert (logs / "notes.txt").exists()
+
+
+def rows(*events: tuple[str, str, str, int]) -> list[dict[str, object]]:
+    return [{"time": 100.0 + n, "host": host, "event": event, "text": text, "steps": steps}
+            for n, (host, event, text, steps) in enumerate(events)]  # fmt: skip
+
+
+def shown(board: running.Board, width: int = 100) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(board.render(160.0))
+    return captured.get().splitlines()
+
+
+def test_each_host_is_seen_where_it_is() -> None:
+    board = running.Board()
+    board.take(rows(
+        ("a", "connecting", "", 0), ("b", "connecting", "", 0), ("c", "connecting", "", 0),
+        ("b", "unreachable", "no route", 0), ("a", "connected", "", 0),
+        ("a", "step", "engine: install", 2), ("c", "step", "x", 1), ("c", "done", "x", 0),
+    ))  # fmt: skip
+    lines = shown(board)
+    assert [line.split()[0] for line in lines] == ["a", "b", "c"]
+    assert "0/2 engine: install" in lines[0]
+    assert "55 s" in lines[0]
+    assert "unreachable no route" in lines[1]
+    assert "finished" in lines[2]
+    assert board.stands() == ["a: step 0/2 engine: install", "b: unreachable no route"]
+
+
+def test_two_hundred_hosts_fit_a_screen() -> None:
+    board = running.Board()
+    events = [(f"h{n}", "step", "engine", 9) for n in range(197)]
+    events += [("h197", "failed", "cache", 0), ("h198", "unreachable", "away", 0)]
+    events += [("h199", "step", "x", 1), ("h199", "done", "x", 0)]
+    board.take(rows(*events))
+    lines = shown(board)
+    assert len(lines) <= running.MOST_LINES
+    assert lines[0] == "200 hosts: 197 at work, 1 failed, 1 finished, 1 unreachable"
+    assert [line.split()[0] for line in lines[1:4]] == ["h197", "h198", "h0"]
+
+
+def test_a_log_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(OSError):
+        open_log(tmp_path / "logs", "plan")
