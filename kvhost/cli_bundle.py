@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvhost.bundle import BundleError, bundle_name, make_bundle
-from kvhost.cli_matrix import LOCKS, _matrix
+from kvhost.cli_matrix import _matrix, locks_dir
 from kvhost.locks import read_lock
 from kvhost.matrix import LockError
 from kvhost.onhost.bundle_check import find_faults
@@ -45,8 +45,8 @@ def bundle_command(name: str | None, python: str | None, out: Path, check: Path 
     if info is None:
         raise click.UsageError(f"there is no lock {name!r}; there are {', '.join(matrix.locks)}")
     try:
-        lock = read_lock(LOCKS, info, python or info.pythons[0])
-        tools = (LOCKS / "tools.txt").read_text(encoding="utf-8")
+        lock = read_lock(locks_dir(), info, python or info.pythons[0])
+        tools = (locks_dir() / "tools.txt").read_text(encoding="utf-8")
         made = make_bundle(out / bundle_name(lock), lock, tools)
     except (BundleError, LockError) as error:
         raise click.ClickException(str(error)) from error
