@@ -20,8 +20,10 @@ from kvhost import __version__, cli_care, cli_up
 from kvhost.cli_bundle import bundle_command
 from kvhost.cli_fleet import init, inventory_group
 from kvhost.cli_matrix import lock_command, matrix_command
+from kvhost.cli_measure import measure, measure_options
 from kvhost.cli_report import report
 from kvhost.cli_run import default_inventory, pyinfra
+from kvhost.cli_size import size_command
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
 from kvhost.reports import (
@@ -72,6 +74,7 @@ main.add_command(lock_command)
 main.add_command(bundle_command)
 main.add_command(init)
 main.add_command(inventory_group)
+main.add_command(size_command)
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")
@@ -157,12 +160,17 @@ def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
 @main.command(context_settings=_pass_all, epilog=_more)
 @_inventory
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> drives.")
+@measure_options
 @_passed_on
-def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
+def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...], **measured: Any) -> None:
     """All drives of all hosts, and what kvhost thinks of each.
 
-    Changes nothing. The table goes to stderr, --json to stdout.
+    Changes nothing. The table goes to stderr, --json to stdout. With --measure: whether the tier
+    of each provisioned host is fast enough to be worth it (docs/sizing.md). Exit then: 0 worth it;
+    1 not on one host or more, or it failed; 2 cannot tell.
     """
+    if measured.pop("measure"):
+        sys.exit(measure(pyinfra, inventory, pyinfra_args, as_json=as_json, **measured))
     if as_json:
         os.environ["KVHOST_DRIVES_JSON"] = "1"
     sys.exit(pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))

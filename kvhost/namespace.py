@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: bytes of one element of the KV cache
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+from kvhost.sizing import DTYPE_BYTES, attention_bytes
 
 
 def digest_of(data: object) -> str:
@@ -117,10 +116,11 @@ def kv_bytes_per_token(resolved: Mapping[str, Any]) -> int | None:
     None where that formula does not hold (sliding window, unknown dtype) rather than a guess.
     """
     kv_dtype = resolved["kv_cache_dtype"]
-    element = DTYPE_BYTES.get(resolved["dtype"] if kv_dtype == "auto" else kv_dtype)
-    if element is None or resolved["sliding_window"] is not None:
+    dtype = resolved["dtype"] if kv_dtype == "auto" else kv_dtype
+    if dtype not in DTYPE_BYTES or resolved["sliding_window"] is not None:
         return None
-    return int(2 * resolved["layers"] * resolved["kv_heads"] * resolved["head_size"] * element)
+    layers, heads, head_size = (int(resolved[k]) for k in ("layers", "kv_heads", "head_size"))
+    return attention_bytes(layers, heads, head_size, dtype)
 
 
 def chunk_bytes(resolved: Mapping[str, Any], chunk_size: int) -> int | None:

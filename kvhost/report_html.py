@@ -146,7 +146,7 @@ def _tested(report: Report) -> list[tuple[str, str]]:
     return rows + sorted(report.versions.items())
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -161,7 +161,7 @@ def host_page(view: HostView) -> str:
     latest = view.latest
     runs = view.reports[-SHOWN_RUNS:]
     return (
-        _environment()
+        environment()
         .get_template("host.html.j2")
         .render(
             kvhost_version=__version__,
@@ -199,7 +199,7 @@ def fleet_page(views: Sequence[HostView]) -> str:
     ordered = sorted(views, key=lambda view: (_ORDER.index(view.standing), view.host))
     counted = Counter(view.standing for view in views)
     return (
-        _environment()
+        environment()
         .get_template("fleet.html.j2")
         .render(
             kvhost_version=__version__,

@@ -137,3 +137,45 @@ def history(title: str, points: Sequence[Point], lines: Sequence[str]) -> str:
         mark = _add(root, "path", d=MARKS[point.mark], transform=place, class_=f"mark {point.mark}")
         _text(mark, "title", point.title)
     return _write(root)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, seconds), both above 0; ``style``: a class of line; ``name`` for its title."""
+
+    style: str
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+def curves(title: str, lines: Sequence[Curve], ticks: Sequence[tuple[float, str]]) -> str:
+    """Seconds over x, both axes logarithmic: what grows in proportion is a straight line."""
+    height, top, bottom, left, right = 190, 12, 160, 44, WIDTH - 14
+    root = _svg(height, title)
+    seen = [point for line in lines for point in line.points]
+    if not seen:
+        return _write(root)
+    first, last = (math.log10(pick(x for x, _ in seen)) for pick in (min, max))
+    least = math.floor(math.log10(min(y for _, y in seen)))
+    most = max(least + 1, math.ceil(math.log10(max(y for _, y in seen))))
+
+    def across(x: float) -> float:
+        return left + (right - left) * (math.log10(x) - first) / ((last - first) or 1)
+
+    def down(y: float) -> float:
+        return bottom - (bottom - top) * (math.log10(y) - least) / (most - least)
+
+    for power in range(least, most + 1):
+        y = down(10.0**power)
+        _add(root, "line", x1=left, x2=right, y1=y, y2=y, class_="grid")
+        words = f"{10.0**power:g} s" if power >= 0 else f"{10.0 ** (power + 3):g} ms"
+        _text(root, "text", words, x=left - 5, y=y, class_="axis end")
+    for x, words in ticks:
+        _text(root, "text", words, x=across(x), y=bottom + 14, class_="axis middle")
+    for line in lines:
+        run = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line.points)
+        drawn = _add(root, "polyline", points=run, class_=f"line {line.style}")
+        _text(drawn, "title", line.name)
+        for x, y in line.points:
+            _add(root, "circle", cx=across(x), cy=down(y), r=2.5, class_=line.style)
+    return _write(root)

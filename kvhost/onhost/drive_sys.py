@@ -381,7 +381,11 @@ def smart(fd: int) -> Data:
 
     Asked for directly, so that a plan needs no package. Raises OSError.
     """
-    return parse_smart(_admin(fd, 0x02, 0xFFFFFFFF, 127 << 16 | 0x02, 512))
+    return parse_smart(smart_log(fd))
+
+
+def smart_log(fd: int) -> bytes:
+    return _admin(fd, 0x02, 0xFFFFFFFF, 127 << 16 | 0x02, 512)
 
 
 def parse_smart(log: bytes) -> Data:

@@ -1,0 +1,74 @@
+"""`kvhost drives --measure`: fio on the tier of every host, as the service's user; cleaned up."""
+
+from typing import Any
+
+from pyinfra.api import FunctionCommand, operation
+
+from deploys.common.care import ask_host
+from deploys.common.context import Visit
+from deploys.common.operations import Commands
+from deploys.common.prepare import model_need, visit
+from deploys.common.refused import not_provisioned, refused
+from deploys.common.runlock import take_lock
+from deploys.host.operations import debian_packages
+from kvhost.asking import answer, question
+from kvhost.plan_types import GIB
+
+#: of a file of the cache, where the model does not tell
+SOME_FILE = 8 << 20
+PAGE = 4096
+
+
+def asked_of(at: Visit) -> dict[str, Any]:
+    """What the model asks of the drive: bytes of a token of all ranks, of a chunk's file of one."""
+    need = model_need(at.settings, at.report)
+    if need is None:
+        return {"bytes_per_token": None, "file_bytes": SOME_FILE, "context": 65536}
+    ranks = at.settings.tensor_parallel_size
+    chunk = need.kv_bytes_per_token // ranks * at.settings.chunk_size
+    return {
+        "bytes_per_token": need.kv_bytes_per_token,
+        "file_bytes": max(PAGE, -(-chunk // PAGE) * PAGE),
+        "context": min(need.max_context, at.settings.max_model_len),
+    }
+
+
+def words(at: Visit, asked: dict[str, Any]) -> tuple[str, ...]:
+    write = int(float(question()["write_gib"]) * GIB)
+    return (
+        *("python3", at.script("drive_measure"), "--tier", at.paths.tier_dir, "--user", at.user),
+        *("--write-bytes", str(write), "--file-bytes", str(asked["file_bytes"])),
+        *("--keep-bytes", str(int(at.settings.free_floor_gib * GIB))),
+        *("--seconds", str(int(question().get("seconds", 60)))),
+    )
+
+
+@operation(is_idempotent=False)
+def measure(at: Visit) -> Commands:
+    """Measures the tier and tells the command.
+
+    + at: the host
+    """
+    asked = asked_of(at)
+
+    def run(state: Any, host: Any) -> bool:
+        found = ask_host(host, words(at, asked))
+        return found is not None and (answer(at.host, {**asked, "measured": found}) or True)
+
+    yield FunctionCommand(run, (), {})
+
+
+here = visit()
+if here is None:
+    refused(name="the host gave no report")
+elif here.lacks("drive_measure"):
+    not_provisioned(name="drive: measure", base_dir=here.paths.base_dir)
+else:
+    take_lock(name="host: one run at a time", run=here)
+    if question().get("install"):
+        debian_packages(
+            name="drive: fio",
+            packages=("fio",),
+            note=f"{here.paths.state}/packages",
+        )
+    measure(name="drive: measure", at=here)

@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""Measures the tier with fio, as the service's user: what it writes for long, what it reads.
+
+Run as root: `drive_measure.py --tier DIR --user NAME --write-bytes N --file-bytes N`. It writes
+N bytes in files of the cache's size below DIR/.kvhost-measure, reads them whole as the cache does,
+then in one stream, and removes them; also when it is killed. Nothing else is written or read. The
+drive's link, health and temperature are looked at before and after. One JSON object on standard
+output, progress on standard error. Exit 1: refused or failed, the reason on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost import drive_sys
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import drive_sys
+
+FOLDER = ".kvhost-measure"
+MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+#: filesystems whose bytes lie on another machine
+NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "9p", "afs",
+                     "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs",
+                     "fuse.s3fs", "fuse.rclone", "fuse.mfs", "fuse.ceph", "virtiofs"})  # fmt: skip
+#: no more files than this are written and read, whatever their size
+MOST_FILES = 4096
+PR_SET_PDEATHSIG = 1
+
+
+class Refused(Exception):
+    """Why nothing is measured."""
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def with_parent() -> None:
+    """This process ends when its parent does, however that ends (prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def mount_of(path: str) -> drive_sys.Mount:
+    """The mount that a directory lies on; the last of several at one point is the one in force."""
+    real = os.path.realpath(path)
+    inside = [m for m in drive_sys.mounts() if real == m.point or m.point == "/"
+              or real.startswith(m.point + "/")]  # fmt: skip
+    return max(enumerate(inside), key=lambda pair: (len(pair[1].point), pair[0]))[1]
+
+
+def disks_below(name: str) -> list[str]:
+    """Whole disks that a block device lies on; a loop device, and what holds its file."""
+    found = drive_sys.below(name)
+    return [one for one in found if not drive_sys.is_partition(one)
+            and not drive_sys.entries(drive_sys.block(one, "slaves"))]  # fmt: skip
+
+
+def look_at(name: str) -> dict[str, Any]:
+    """Model, way, link, health and time spent too hot of one disk. What cannot be read says why."""
+    found: dict[str, Any] = {"name": name, "model": None, "transport": drive_sys.transport(name)}
+    with contextlib.suppress(OSError, ValueError):
+        found["model"] = drive_sys.identity(name)["model"]
+    found["link"] = drive_sys.pcie(name) if name.startswith("nvme") else None
+    found["rotational"] = drive_sys.text(drive_sys.block(name, "queue/rotational")) == "1"
+    found["health"], found["thermal"], found["why"] = None, None, None
+    try:
+        if name.startswith("nvme"):
+            found["health"], found["thermal"] = nvme_health(name)
+        else:
+            found["smartctl"] = smartctl(name)
+    except (OSError, ValueError) as why:
+        found["why"] = str(why)
+    return found
+
+
+def nvme_health(name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The SMART log; seconds and transitions of thermal management (NVMe base, log page 02h)."""
+    fd = os.open(f"/dev/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        log = drive_sys.smart_log(fd)
+    finally:
+        os.close(fd)
+    warning, critical = struct.unpack_from("<II", log, 192)  # minutes
+    first, second, first_s, second_s = struct.unpack_from("<IIII", log, 216)
+    thermal = {"warning_min": warning, "critical_min": critical, "throttled": first + second,
+               "throttled_s": first_s + second_s}  # fmt: skip
+    return drive_sys.parse_smart(log), thermal
+
+
+def smartctl(name: str) -> dict[str, Any] | None:
+    """What smartctl says, as JSON; None where it is not installed."""
+    program = shutil.which("smartctl", path="/usr/sbin:/usr/bin:/sbin:/bin")
+    if program is None:
+        return None
+    done = subprocess.run([program, "-j", "-a", f"/dev/{name}"], stdout=subprocess.PIPE,
+                          timeout=60, check=False)  # fmt: skip
+    loaded = json.loads(done.stdout)
+    if not isinstance(loaded, dict):
+        raise ValueError("smartctl did not print a JSON object")
+    kept = ("device", "smart_status", "temperature", "power_on_time", "ata_smart_attributes",
+            "ata_device_statistics", "logical_block_size", "endurance_used", "smartctl",
+            "nvme_smart_health_information_log", "interface_speed")  # fmt: skip
+    return {key: loaded[key] for key in kept if key in loaded}
+
+
+def fio_command(folder: Path, name: str, *words: str) -> list[str]:
+    """One fio job that is one process, so that it ends with us."""
+    return ["fio", f"--name={name}", "--output-format=json", f"--output={folder / name}.json",
+            "--thread", "--group_reporting", "--fallocate=none", "--randrepeat=0",
+            "--refill_buffers", *words]  # fmt: skip
+
+
+def run_fio(folder: Path, name: str, *words: str) -> dict[str, Any]:
+    """The answer of one job. Raises Refused with fio's own words."""
+    done = subprocess.run(fio_command(folder, name, *words), cwd=folder, check=False,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          preexec_fn=with_parent)  # fmt: skip
+    told = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        text = (folder / f"{name}.json").read_text()
+        answer = json.loads(text[text.index("{") :])  # warnings may come before it
+    except (OSError, ValueError):
+        answer = None
+    if done.returncode or not isinstance(answer, dict):
+        raise Refused(f"fio {name}: exit {done.returncode}: {' | '.join(told[-3:])}")
+    return answer
+
+
+def rate(answer: dict[str, Any], way: str) -> dict[str, Any]:
+    """Bytes, seconds and bytes a second of a job; of the slowest percent of its reads, seconds."""
+    (job,) = answer["jobs"]
+    if job["error"]:
+        raise Refused(f"fio {job['jobname']}: error {job['error']}")
+    part = job[way]
+    late = part.get("clat_ns", {}).get("percentile", {}).get("99.000000")
+    return {"bytes": part["io_bytes"], "seconds": part["runtime"] / 1000,
+            "bytes_per_s": part["bw_bytes"],
+            "p99_s": late / 1e9 if late is not None else None}  # fmt: skip
+
+
+def series(path: Path) -> list[list[float]]:
+    """[seconds, bytes a second] of fio's log of bandwidth (ms, KiB/s, …), in order of time."""
+    rows = []
+    for line in path.read_text().splitlines():
+        words = [word.strip() for word in line.split(",")]
+        rows.append([int(words[0]) / 1000, int(words[1]) * 1024.0])
+    return sorted(rows)
+
+
+def hold(folder: Path) -> int:
+    """The folder is ours; one that a killed run left behind is emptied. Raises Refused."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise Refused(f"{folder} is in use: another measurement runs") from None
+    for one in folder.iterdir():
+        shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+    return fd
+
+
+@contextlib.contextmanager
+def cleaned_up(folder: Path) -> Iterator[None]:
+    """The folder is removed by a process of its own, which also outlives our end by any signal."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.setsid()
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # nobody waits for us
+            os.dup2(null, fd)
+        os.read(read, 1)
+        for _ in range(50):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.1)  # fio is ending
+        os._exit(0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """As the service's user: write, read whole files, read in a stream. Raises Refused, OSError."""
+    folder = Path(options.tier, FOLDER)
+    hold(folder)
+    with cleaned_up(folder):
+        return jobs(folder, options)
+
+
+def jobs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    files = max(1, options.write_bytes // options.file_bytes)
+    data = folder / "data"
+    data.mkdir()
+    block = 4 << 20
+    while options.file_bytes % block:  # fio leaves out what is no whole block
+        block //= 2
+    common = [f"--directory={data}", f"--runtime={options.seconds}", "--invalidate=1"]
+    found: dict[str, Any] = {"direct": True}
+    say(f"writing {files} files of {options.file_bytes} bytes, at most {options.seconds} s")
+    write = [
+        "--rw=write",
+        f"--nrfiles={files}",
+        f"--filesize={options.file_bytes}",
+        f"--size={files * options.file_bytes}",
+        "--file_service_type=sequential",
+        "--openfiles=1",
+        "--end_fsync=1",
+        f"--bs={block}",
+        "--filename_format=f.$filenum",
+        f"--write_bw_log={folder / 'write'}",
+        "--log_avg_msec=500",
+        "--per_job_logs=0",
+    ]
+    try:
+        answer = run_fio(folder, "write", *common, "--direct=1", *write)
+    except Refused as why:
+        if "direct" not in str(why) and "Invalid argument" not in str(why):
+            raise
+        found["direct"] = False  # this filesystem knows no O_DIRECT
+        answer = run_fio(folder, "write", *common, "--direct=0", *write)
+    found["fio"] = answer["fio version"]
+    found["write"] = {**rate(answer, "write"), "series": series(folder / "write_bw.log")}
+    kept = whole_files(data, options.file_bytes)
+    if not kept:
+        raise Refused(
+            f"not one file of {options.file_bytes} bytes was written in "
+            f"{options.seconds} s: {found['write']['bytes_per_s']} bytes a second"
+        )
+    names = f"--filename={':'.join(kept)}"
+    size = f"--size={len(kept) * options.file_bytes}"
+    say(f"reading {len(kept)} whole files")
+    answer = run_fio(
+        folder,
+        "files",
+        *common,
+        names,
+        size,
+        "--rw=read",
+        "--direct=0",
+        f"--bs={block}",
+        "--file_service_type=sequential",
+        "--openfiles=1",
+        "--ioengine=psync",
+    )
+    found["read_files"] = rate(answer, "read")
+    say("reading in a stream")
+    answer = run_fio(
+        folder,
+        "stream",
+        *common,
+        names,
+        size,
+        "--rw=read",
+        "--bs=1m",
+        f"--direct={int(found['direct'])}",
+        "--ioengine=libaio",
+        "--iodepth=16",
+        "--file_service_type=sequential",
+    )
+    found["read"] = rate(answer, "read")
+    return found
+
+
+def whole_files(data: Path, size: int) -> list[str]:
+    """Names of the files that were written to their end; the others are removed, so that no job
+    writes them on."""
+    kept = []
+    for one in sorted(data.iterdir()):
+        if one.stat().st_blocks * 512 >= size and one.stat().st_size == size:
+            kept.append(one.name)
+        else:
+            one.unlink()
+    return kept[:MOST_FILES]
+
+
+def check(options: argparse.Namespace) -> dict[str, Any]:
+    """Where the tier lies. Raises Refused before anything is written."""
+    if not 0 < options.file_bytes <= options.write_bytes or options.file_bytes % 4096:
+        raise Refused("--write-bytes: one file or more; --file-bytes: a multiple of 4096")
+    if options.write_bytes // options.file_bytes > MOST_FILES:
+        raise Refused(f"more than {MOST_FILES} files: a smaller --write-bytes, or larger files")
+    try:
+        there = os.lstat(options.tier)
+    except OSError as why:
+        raise Refused(f"no tier: {why}") from None
+    owner = pwd.getpwnam(options.user).pw_uid
+    if not os.path.isdir(options.tier) or os.path.islink(options.tier) or there.st_uid != owner:
+        raise Refused(f"{options.tier} is not a directory of {options.user}: it is no tier")
+    if shutil.which("fio") is None:
+        raise Refused("no fio here: install the package fio, or ask for it (--install)")
+    mount = mount_of(options.tier)
+    if mount.fs in MEMORY:
+        raise Refused(f"{options.tier} lies in memory ({mount.fs}): there is no drive to measure")
+    room = os.statvfs(options.tier)
+    free, keep = room.f_bavail * room.f_frsize, options.keep_bytes
+    if free - options.write_bytes < keep:
+        raise Refused(
+            f"{options.write_bytes} bytes are to be written, {keep} to stay free, and "
+            f"{free} are free at {options.tier}"
+        )
+    names = sorted({disk for one in drive_sys.devices_of(mount) for disk in disks_below(one)})
+    return {"filesystem": mount.fs, "network": mount.fs in NETWORK, "disks": names}
+
+
+def as_user(options: argparse.Namespace) -> dict[str, Any]:
+    """measure(), in a process of the service's user. Raises Refused.
+
+    A fork, not a new interpreter: root's Python may be one that no other user can start.
+    """
+    account = pwd.getpwnam(options.user)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        if os.geteuid() == 0 and account.pw_uid != 0:
+            os.setgroups([])
+            os.setgid(account.pw_gid)
+            os.setuid(account.pw_uid)
+        with_parent()  # after setuid, which undoes it
+        os._exit(answer(write, options))
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if status or not told:
+        raise Refused("the measurement failed" + (", see above" if status > 255 else ""))
+    loaded: dict[str, Any] = json.loads(told)
+    return loaded
+
+
+def answer(write: int, options: argparse.Namespace) -> int:
+    """The child's work: its answer goes into the pipe."""
+    try:
+        found = measure(options)
+        with os.fdopen(write, "w") as pipe:
+            json.dump(found, pipe)
+        return 0
+    except (Refused, OSError, KeyError, ValueError) as why:
+        say(f"drive_measure: {why}")
+        return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tier", required=True, help="the tier's directory")
+    parser.add_argument("--user", required=True, help="the service's user, whose it is")
+    parser.add_argument("--write-bytes", type=int, required=True, help="all that is written")
+    parser.add_argument("--file-bytes", type=int, required=True, help="of a file of the cache")
+    parser.add_argument("--keep-bytes", type=int, default=1 << 30, help="that stay free")
+    parser.add_argument("--seconds", type=int, default=60, help="at most, of each of three jobs")
+    options = parser.parse_args()
+    try:
+        where = check(options)
+        before = [look_at(name) for name in where["disks"]]
+        found = as_user(options)
+        after = [look_at(name) for name in where["disks"]]
+    except (Refused, OSError, KeyError, ValueError) as why:
+        say(f"drive_measure: {why}")
+        return 1
+    where.update(schema=1, file_bytes=options.file_bytes, before=before, after=after, **found)
+    print(json.dumps(where))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""One layer's cache, and how config.json's keys are read: for the readers of each family. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Config = Mapping[str, Any]
+Reader = Callable[[Config], list["Layer"]]
+#: full: every token is kept. window: the last ``window`` tokens. latent: one vector for all heads
+#: (MLA), the same on every rank. cross: the encoder's tokens. state: a fixed size for a sequence.
+Kind = Literal["full", "window", "latent", "cross", "state"]
+
+
+class UnknownArchitecture(ValueError):
+    """Says what of a config.json is not known here, and what to do."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``count`` layers alike.
+
+    Attention: ``heads`` KV heads of ``width`` elements each, K and V together, for a token.
+    State: ``convolution`` and ``recurrent`` elements for a sequence, whatever its length, and
+    ``groups`` of ``group`` elements more, which several ranks hold one each of if they are fewer.
+    """
+
+    kind: Kind
+    count: int = 1
+    heads: int = 0
+    width: int = 0
+    #: tokens: of a window, or of the encoder (cross)
+    window: int | None = None
+    convolution: int = 0
+    recurrent: int = 0
+    groups: int = 0
+    group: int = 0
+    #: the recurrent state's dtype where the model or the engine fixes it
+    recurrent_dtype: str | None = None
+
+
+def maybe(config: Config, *names: str) -> int | None:
+    """The first of these keys that has a number."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def number(config: Config, *names: str) -> int:
+    """As _maybe, above zero. Raises KeyError."""
+    value = maybe(config, *names)
+    if value is None:
+        raise KeyError(names[0])
+    if value <= 0:
+        raise ValueError(f"{names[0]} = {value}, which is not above zero")
+    return value
+
+
+def layer_count(config: Config) -> int:
+    return number(config, "num_hidden_layers", "n_layer", "num_layers")
+
+
+def head_count(config: Config) -> int:
+    return number(config, "num_attention_heads", "n_head")
+
+
+def head_size(config: Config) -> int:
+    """Elements of one head; hidden size over heads where config.json names none."""
+    told = maybe(config, "head_dim", "attention_head_dim")
+    if told:
+        return told
+    hidden, heads = number(config, "hidden_size", "n_embd"), head_count(config)
+    if hidden % heads:
+        raise ValueError(f"hidden size {hidden} is no multiple of {heads} heads, and no head_dim")
+    return hidden // heads
+
+
+def attention(config: Config, window: int | None = None) -> Layer:
+    """MHA, GQA or MQA, with K and V of one size."""
+    heads = maybe(config, "num_key_value_heads", "num_kv_heads") or head_count(config)
+    kind: Kind = "full" if window is None else "window"
+    return Layer(kind, heads=heads, width=2 * head_size(config), window=window)
+
+
+def of_kind(config: Config, kind: str) -> Layer:
+    """A layer by its name in layer_types."""
+    if kind in ("full_attention", "attention"):
+        return attention(config)
+    if kind == "sliding_attention":
+        return attention(config, number(config, "sliding_window"))
+    if kind == "chunked_attention":
+        return attention(config, number(config, "attention_chunk_size"))
+    raise ValueError(f"a layer of type {kind!r}, which is not known here")
+
+
+def whole(config: Config, kinds: list[Any]) -> list[Any]:
+    if len(kinds) != layer_count(config):
+        raise ValueError(f"{len(kinds)} kinds of layers for {layer_count(config)} layers")
+    return kinds
+
+
+def latent(config: Config) -> list[Layer]:
+    """MLA: the latent vector and the rotated part, one of each a token, for all heads."""
+    width = number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
+    return [Layer("latent", heads=1, width=width)] * layer_count(config)

@@ -1,0 +1,380 @@
+"""Is the drive worth it: fio for real on small filesystems, one of them slow; wear; the command."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli, cli_measure
+from kvhost.drive_smart import read_smartctl, wear_of
+from kvhost.drive_types import Health
+from kvhost.drive_worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
+from tests.sizing_tools import FIXTURES
+
+pytestmark = pytest.mark.runners
+
+SCRIPT = Path(__file__).parents[1] / "kvhost" / "onhost" / "drive_measure.py"
+FOLDER = ".kvhost-measure"
+MIB = 1 << 20
+BLKIO = Path("/sys/fs/cgroup/blkio")
+SMART: dict[str, Any] = json.loads((FIXTURES / "smartctl.json").read_text())
+RECORDED: dict[str, Any] = json.loads((FIXTURES / "measured.json").read_text())
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
+
+
+@pytest.fixture(scope="session")
+def fio() -> str:
+    if shutil.which("fio") is None:
+        apt = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300")
+        subprocess.run([*apt, "update"], check=True)
+        subprocess.run([*apt, "install", "-y", "--no-install-recommends", "fio"], check=True)
+    found = shutil.which("fio")
+    assert found
+    return found
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    folder = Path("/run") / f"kvhost-measure-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tier(tmp_path: Path, place: Path) -> Iterator[Path]:
+    """A tier of nobody's on an ext4 of its own."""
+    image, point = tmp_path / "image", place / "mnt"
+    with image.open("wb") as handle:
+        handle.truncate(400 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    point.mkdir()
+    subprocess.run(["mount", "-o", "loop", str(image), str(point)], check=True)
+    try:
+        folder = point / "tier"
+        folder.mkdir(mode=0o700)
+        account = pwd.getpwnam("nobody")
+        os.chown(folder, account.pw_uid, account.pw_gid)
+        yield folder
+    finally:
+        for _ in range(50):
+            if not subprocess.run(["umount", str(point)], check=False).returncode:
+                break
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def script(place: Path) -> Path:
+    """The script beside those that it imports, as on a host."""
+    for one in SCRIPT.parent.glob("drive_*.py"):
+        shutil.copy(one, place)
+    return place / SCRIPT.name
+
+
+def argv(script: Path, tier: Path, write: int = 64 * MIB, **more: int | str) -> list[str]:
+    given = {"write-bytes": write, "file-bytes": 4 * MIB, "keep-bytes": 0, "seconds": 3, **more}
+    words = [f"--{key}={value}" for key, value in given.items()]
+    return ["/usr/bin/python3", str(script), f"--tier={tier}", "--user=nobody", *words]
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+@root_only
+def test_a_tier_is_measured_and_nothing_stays(fio: str, script: Path, tier: Path) -> None:
+    ours = tier / "ns-aa"
+    ours.mkdir()
+    (ours / "chunk").write_text("kept")
+    done = run(argv(script, tier))
+    assert done.returncode == 0, done.stderr
+    found = parse_measured(json.loads(done.stdout))
+    assert found.write.bytes == found.read_files.bytes == found.read.bytes == 64 * MIB
+    assert found.filesystem == "ext4" and not found.network
+    assert found.disks[0].startswith("loop")
+    assert min(rate.bytes_per_s for rate in (found.write, found.read_files, found.read)) > 1e6
+    assert sorted(one.name for one in tier.iterdir()) == ["ns-aa"]
+    assert (ours / "chunk").read_text() == "kept"
+
+
+@root_only
+@pytest.mark.skipif(
+    not (BLKIO / "blkio.throttle.read_bps_device").exists(),
+    reason="no blkio controller of cgroups v1 here to make a drive slow with",
+)
+def test_a_slow_drive_is_not_worth_it(fio: str, script: Path, tier: Path) -> None:
+    """20 MB/s, by the kernel's own limit on the device."""
+    dev = tier.stat().st_dev
+    group = BLKIO / f"kvhost-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        for way in ("read", "write"):
+            limit = f"{os.major(dev)}:{os.minor(dev)} 20000000"
+            (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+        inside = f"echo $$ > {group}/cgroup.procs; exec " + " ".join(argv(script, tier))
+        done = run(["sh", "-c", inside])
+    finally:
+        group.rmdir()
+    assert done.returncode == 0, done.stderr
+    found = parse_measured(json.loads(done.stdout))
+    assert 15e6 < found.read_files.bytes_per_s < 25e6
+    slow = judge(found)
+    assert slow.worth is False and slow.words.endswith(": not worth it")
+    # the same figures would be worth it for an engine that is slower still
+    assert judge(found, prefill=50.0).worth is True
+
+
+def judge(found: Measured, **how: Any) -> Judged:
+    """Of a model of 128 KiB a token, an engine of 7000 tokens/s, a prefix of 64k tokens."""
+    asked: dict[str, Any] = {"bytes_per_token": 131072, "prefill": 7000.0, "tokens": 65536}
+    return judge_drive(found, **{**asked, **how})
+
+
+@root_only
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_it_leaves_nothing_behind(
+    fio: str, script: Path, tier: Path, number: signal.Signals
+) -> None:
+    words = argv(script, tier, 256 * MIB)
+    work = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    data = tier / FOLDER / "data"
+    deadline = time.monotonic() + 30
+    while not (data.exists() and any(data.iterdir())):
+        assert work.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    work.send_signal(number)
+    work.wait(10)
+    while list(tier.iterdir()):
+        assert time.monotonic() < deadline, list(tier.iterdir())
+        time.sleep(0.05)
+    assert str(tier) not in run(["ps", "-eo", "args"]).stdout
+
+
+@root_only
+def test_what_a_killed_run_left_is_emptied_and_another_run_waits(
+    fio: str, script: Path, tier: Path
+) -> None:
+    left = tier / FOLDER / "data"
+    left.mkdir(parents=True)
+    (left / "f.0").write_bytes(b"x")
+    account = pwd.getpwnam("nobody")
+    for one in (left.parent, left, left / "f.0"):
+        os.chown(one, account.pw_uid, account.pw_gid)
+    fd = os.open(left.parent, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert "another measurement runs" in run(argv(script, tier)).stderr
+    assert (left / "f.0").exists()
+    os.close(fd)
+    done = run(argv(script, tier, 8 * MIB))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["write"]["bytes"] == 8 * MIB
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"write-bytes": 1000}, "one file or more"),
+        ({"file-bytes": 4097}, "multiple of 4096"),
+        ({"write-bytes": 1 << 44, "file-bytes": 1 << 20}, "more than 4096 files"),
+        ({"keep-bytes": 1 << 50}, "to stay free"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_write(
+    fio: str, script: Path, tier: Path, more: dict[str, int | str], words: str
+) -> None:
+    done = run(argv(script, tier, **{"write": 64 * MIB, **more}))  # type: ignore[arg-type]
+    assert done.returncode == 1 and words in done.stderr and not done.stdout
+    assert not list(tier.iterdir())
+
+
+@root_only
+def test_memory_and_directories_of_others_are_refused(
+    fio: str, script: Path, tmp_path: Path
+) -> None:
+    shm = Path("/dev/shm") / f"kvhost-measure-{os.getpid()}"
+    shm.mkdir()
+    try:
+        assert "is no tier" in run(argv(script, shm)).stderr  # root's
+        os.chown(shm, pwd.getpwnam("nobody").pw_uid, -1)
+        assert "lies in memory (tmpfs)" in run(argv(script, shm)).stderr
+    finally:
+        shm.rmdir()
+    assert "no tier" in run(argv(script, tmp_path / "absent")).stderr
+
+
+# --- the judgement, on recorded measurements ---------------------------------------------------
+
+
+def changed(**edits: Any) -> Measured:
+    """The recorded measurement with edits: `disk` of its disk after, `before` of it before."""
+    data = json.loads(json.dumps(RECORDED["nvme"]))
+    for key in ("before", "after"):
+        data[key][0].update(edits.pop("disk" if key == "after" else key, {}))
+    return parse_measured({**data, **edits})
+
+
+def codes(found: Measured, **how: Any) -> list[str]:
+    return [one.code for one in judge(found, **how).findings]
+
+
+def test_a_good_drive_in_plain_words() -> None:
+    good = judge(changed())
+    assert good.worth is True and good.findings == ()
+    assert good.words == (
+        "restores 65,536 tokens in 2.86 s; recomputing takes about 9.36 s: worth it"
+    )
+    assert judge(changed(), prefill=None).worth is None
+    assert "give --prefill" in judge(changed(), prefill=None).words
+    assert judge(changed(), bytes_per_token=None).worth is None
+
+
+LINK = {"address": "0000:01:00.0", "speed_gts": 8.0, "max_speed_gts": 16.0, "width": 2,
+        "max_width": 4}  # fmt: skip
+COOL = {"warning_min": 0, "critical_min": 0, "throttled": 3, "throttled_s": 4}
+
+
+@pytest.mark.parametrize(
+    ("edits", "code"),
+    [
+        ({"network": True, "filesystem": "nfs4"}, "network_volume"),
+        ({"direct": False}, "not_direct"),
+        ({"disk": {"link": LINK}}, "link_slower"),
+        ({"disk": {"transport": "sata", "health": None}}, "sata"),
+        ({"disk": {"transport": "usb", "health": None}}, "usb"),
+        ({"disk": {"transport": "nvme-tcp"}}, "network_drive"),
+        ({"disk": {"transport": "sas", "rotational": True, "health": None}}, "rotational"),
+        ({"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "throttled": 4}}}, "throttled"),
+        ({"disk": {"why": "permission denied"}}, "health_unknown"),
+    ],
+)
+def test_each_weakness_is_found_and_no_other(edits: dict[str, Any], code: str) -> None:
+    assert codes(changed(**edits)) == [code]
+
+
+def test_what_is_no_weakness_is_not_called_one() -> None:
+    full = {**LINK, "speed_gts": 16.0, "width": 4}
+    assert codes(changed(disk={"link": full})) == []
+    assert codes(changed(disk={"transport": "virtio", "rotational": True})) == []
+    assert codes(changed(before={"thermal": COOL}, disk={"thermal": COOL})) == []
+
+
+def series(*speeds: float) -> Rate:
+    rows = tuple((0.5 * i, speed) for i, speed in enumerate(speeds))
+    return Rate(bytes=int(sum(speeds) / 2), seconds=1, bytes_per_s=1, p99_s=None, series=rows)
+
+
+def test_a_fall_of_writes_is_told_from_noise() -> None:
+    fall = fallen(series(*[3e9] * 12, *[4e8] * 12))
+    assert fall is not None
+    first, last, after = fall
+    assert (first, last) == (3e9, 4e8) and after == pytest.approx(18e9, rel=0.1)
+    assert fallen(series(*[3e9] * 11, 1e8, *[3e9] * 12)) is None
+    assert fallen(series(*[3e9, 2e9] * 12)) is None
+    assert fallen(series(3e9, 1e8)) is None
+
+
+HEALTH = {
+    "critical_warning": 0, "temperature_c": 40, "available_spare_percent": 100,
+    "spare_threshold_percent": 10, "percentage_used": 0, "bytes_written": 10**13,
+    "power_on_hours": 2400, "unsafe_shutdowns": 0, "media_errors": 0,
+}  # fmt: skip
+
+
+def test_wear_and_the_years_that_are_left() -> None:
+    """100 days, 100 GB a day; a drive rated for 600 TB lasts another 16 years."""
+    wear = wear_of(Health(**HEALTH), None, tbw=600e12)
+    assert wear.per_day == 1e11 and wear.rated_from == "given" and not wear.warnings
+    assert wear.years_left == pytest.approx((600e12 - 1e13) / 1e11 / 365.25)
+    unknown = wear_of(Health(**HEALTH), None)
+    assert unknown.rated is None and unknown.years_left is None
+    used = wear_of(Health(**{**HEALTH, "percentage_used": 4}), None)
+    assert used.rated == 2e14 and used.rated_from == "percentage used"
+
+
+@pytest.mark.parametrize(
+    ("edits", "code"),
+    [
+        ({"critical_warning": 4}, "failing"),
+        ({"media_errors": 2}, "media_errors"),
+        ({"percentage_used": 85, "power_on_hours": 10**6}, "worn"),
+        ({"bytes_written": 59 * 10**13}, "few_years"),
+    ],
+)
+def test_each_sign_of_wear_is_warned_of(edits: dict[str, int], code: str) -> None:
+    wear = wear_of(Health(**{**HEALTH, **edits}), None, tbw=600e12)
+    assert [one for one, _ in wear.warnings] == [code]
+
+
+def test_smartctl_of_real_drives() -> None:
+    assert read_smartctl(SMART["nvme"]) == (7773431 * 512000, 2401, 0)
+    assert read_smartctl(SMART["ata"]) == (64777770148 * 512, 14551, None)
+    bare = {k: v for k, v in SMART["ata"].items() if k != "ata_device_statistics"}
+    assert read_smartctl(bare)[0] == 64777770148 * 512  # attribute 241 says the same
+    bare["ata_smart_attributes"] = {"table": [{"id": 241, "name": "Host_Writes_32MiB",
+                                               "raw": {"value": 5}}]}  # fmt: skip
+    assert read_smartctl(bare)[0] is None
+    assert read_smartctl({}) == (None, None, None)
+    failing = {**SMART["ata"], "smart_status": {"passed": False}}
+    assert [code for code, _ in wear_of(None, failing).warnings] == ["failing"]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], *words: str, code: int = 0
+) -> tuple[int, str, list[Any]]:
+    asked: list[Any] = []
+
+    def ask(run: Any, inventory: str, deploy: str, args: Any, question: Any) -> Any:
+        asked.append((deploy, question))
+        return code, answers
+
+    monkeypatch.setattr(cli_measure, "ask", ask)
+    monkeypatch.setattr(cli_measure, "prefill_of", lambda host: None)
+    done = CliRunner().invoke(cli.main, ["drives", "--measure", *words])
+    return done.exit_code, done.output, asked
+
+
+HOST = {"host": "a", "bytes_per_token": 131072, "context": 65536, "measured": RECORDED["nvme"]}
+
+
+def test_nothing_is_written_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text, asked = command(monkeypatch, [HOST])
+    assert code == 2 and "--write-gib" in text and not asked
+
+
+@pytest.mark.parametrize(
+    ("prefill", "wanted", "worth"),
+    [(("--prefill", "7000"), 0, "yes"), (("--prefill", "70000"), 1, "no"), ((), 2, "unknown")],
+)
+def test_the_exit_code_is_the_judgement(
+    monkeypatch: pytest.MonkeyPatch, prefill: tuple[str, ...], wanted: int, worth: str
+) -> None:
+    words = ("--write-gib", "0.5", "--json", *prefill)
+    code, text, asked = command(monkeypatch, [HOST], *words)
+    assert code == wanted and json.loads(text)["a"]["worth_it"] == worth
+    question = {"write_gib": 0.5, "seconds": 60, "install": False}
+    assert asked == [("deploys/measure.py", question)]
+
+
+def test_a_host_that_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--write-gib", "1", "--prefill", "7000")
+    assert command(monkeypatch, [HOST], *words, code=1)[0] == 1
+    assert command(monkeypatch, [], *words)[0] == 1
+    code, text, _ = command(monkeypatch, [HOST], *words)
+    assert code == 0 and "worth it" in text and "read, whole files" in text

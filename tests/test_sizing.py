@@ -1,0 +1,270 @@
+"""Sizes: equal to what the engine allocates and to published figures; never a guess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli
+from kvhost.model_need import need_of
+from kvhost.settings import Settings
+from kvhost.sizing import (
+    KvSize,
+    SizeError,
+    Speeds,
+    break_even,
+    needed_speed,
+    size_of,
+    times_of,
+)
+from kvhost.sizing_arch import architecture_of
+from kvhost.sizing_layer import UnknownArchitecture
+from tests.sizing_tools import DOC, MARKS, PUBLIC, TINY, compared, engine_record, sized, table
+
+pytestmark = pytest.mark.runners
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "float16",
+}
+
+
+def kv(config: dict[str, Any], dtype: str = "float16", ranks: int = 1) -> KvSize:
+    return size_of(architecture_of(config), dtype, state_dtype="float16", ranks=ranks)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_model_takes_what_is_published(name: str) -> None:
+    one = PUBLIC[name]
+    assert kv(one["config"]).per_token == one["bytes_per_token"]
+    assert one["source"].startswith("https://")
+
+
+def test_the_known_figures() -> None:
+    size = kv(LLAMA)
+    assert size.per_token == 128 * 1024
+    assert size.sequence(131072) == 16 << 30
+    assert kv(LLAMA, "fp8").per_token == 64 * 1024
+    assert kv(LLAMA, "q8_0").per_token == 68 * 1024  # 34 bytes for 32 elements
+    assert kv(LLAMA, "q4_0").per_token == 36 * 1024  # 18
+
+
+@pytest.mark.parametrize("name", sorted(engine_record()["models"]))
+def test_the_engine_allocates_what_is_said(name: str) -> None:
+    """Against the recorded figures of the real vLLM; bench/kv_allocated.py made them."""
+    told, found = compared(name)
+    assert found == told
+
+
+def test_every_small_model_was_compared_and_enough_were_started() -> None:
+    ways = [one["way"] for one in engine_record()["models"].values()]
+    assert set(ways) <= {"started", "specification"} and ways.count("started") >= 2
+    assert set(engine_record()["models"]) <= set(TINY)
+
+
+@pytest.mark.parametrize("name", sorted(engine_record()["models"]))
+def test_what_was_started_holds_its_blocks_and_no_more(name: str) -> None:
+    """The bytes of the tensors that the engine made: blocks times the largest group's pages."""
+    one = engine_record()["models"][name]
+    if one["way"] == "started":
+        pages = {layer["padded_bytes"] for layer in one["layers"]}
+        if len(pages) == 1:
+            block = max(one["groups"]) * pages.pop()
+        else:  # one group of layers of several sizes
+            block = sum(layer["layers"] * layer["padded_bytes"] for layer in one["layers"])
+            assert len(one["groups"]) == 1
+        assert one["allocated_bytes"] == one["blocks"] * block
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "brand_new"}, "'brand_new'"),
+        ({"model_type": None}, "(none)"),
+        ({"num_hidden_layers": None}, "'num_hidden_layers'"),
+        ({"num_attention_heads": 0}, "not above zero"),
+        ({"num_attention_heads": 24}, "no multiple of 24"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "1 kinds of layers"),
+        ({"model_type": "gpt_oss", "layer_types": ["retention"] * 32}, "'retention'"),
+        ({"model_type": "deepseek_v3"}, "'kv_lora_rank'"),
+        ({"model_type": "deepseek_v32"}, "'deepseek_v32'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        ({"model_type": "nemotron-nas", "block_configs": "no"}, "2 kinds"),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnknownArchitecture) as caught:
+        architecture_of({**LLAMA, **change})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_token"),
+    [(1, 131072), (2, 65536), (8, 16384), (16, 16384), (32, 16384)],
+)
+def test_ranks_share_the_heads_or_hold_a_copy(ranks: int, per_token: int) -> None:
+    assert kv(LLAMA, ranks=ranks).per_token == per_token
+
+
+def test_ranks_that_cannot_share_are_refused() -> None:
+    with pytest.raises(SizeError, match="32 attention heads cannot be shared out over 3"):
+        kv(LLAMA, ranks=3)
+    with pytest.raises(SizeError, match="12 KV heads"):
+        kv({**LLAMA, "num_key_value_heads": 12}, ranks=8)
+
+
+def test_a_latent_is_whole_on_every_rank() -> None:
+    config = PUBLIC["DeepSeek-V3"]["config"]
+    assert kv(config, ranks=8).per_token == kv(config).per_token == 70272
+    assert kv(config, ranks=8).stored(1000) == 8 * 70272 * 1000
+
+
+def test_a_quantised_row_that_is_no_multiple_of_its_block_is_refused() -> None:
+    with pytest.raises(SizeError, match="blocks of 32 elements, and a row of this model has 80"):
+        kv({**LLAMA, "head_dim": 80}, "q8_0")
+
+
+def test_groups_of_a_state_are_repeated_where_ranks_are_more() -> None:
+    config = TINY["mamba2-ssm"]
+    one, four = sized(config, ranks=1), sized(config, ranks=4)
+    # 128 inner channels and 2 x 16 of one group, 3 inputs each; 4 heads of 32 x 16
+    assert one.fixed == 4 * 2 * (3 * (128 + 32) + 4 * 32 * 16)
+    assert four.fixed == 4 * 2 * (3 * (128 + 4 * 32) + 4 * 32 * 16) // 4
+
+
+def test_windows_and_states_bound_a_sequence() -> None:
+    size = sized(TINY["gemma3-5to1"])
+    assert size.per_token == 8 * 128 and size.lasting == 128
+    assert size.sequence(100) == 100 * 8 * 128
+    assert size.sequence(1000) == 1000 * 128 + 7 * 128 * 128
+    assert size.stored(1000) == 1000 * 8 * 128
+    state = sized(TINY["falcon-mamba-ssm"])
+    assert state.per_token == 0 and state.sequence(1) == state.sequence(10**6)
+    assert state.tokens_in(state.fixed) is None
+    assert state.tokens_in(state.fixed - 1) == 0
+
+
+def test_tokens_that_fit_are_the_most_that_fit() -> None:
+    for config in (LLAMA, TINY["gemma3-5to1"], TINY["jamba-mamba1"], TINY["whisper-cross"]):
+        size = kv(config)
+        for room in (size.sequence(1), 5_000_001, 1 << 30):
+            fits = size.tokens_in(room)
+            assert fits is not None
+            assert size.sequence(fits) <= room < size.sequence(fits + 1)
+
+
+def test_break_even_is_where_the_times_cross() -> None:
+    size, speeds = kv(LLAMA), Speeds(drive=3e9, prefill=5000, overhead=0.05)
+    even = break_even(size, speeds, 256)
+    assert even == 512
+    assert times_of(size, even, speeds).factor > 1
+    assert times_of(size, even - 256, speeds).factor < 1
+    slow = Speeds(drive=needed_speed(size, 5000) * 0.99, prefill=5000)
+    assert break_even(size, slow, 256) is None
+    assert times_of(size, 1 << 20, slow).factor < 1
+    fast = Speeds(drive=needed_speed(size, 5000) * 1.01, prefill=5000)
+    assert break_even(size, fast, 256) == 256
+
+
+def test_the_plan_takes_the_same_figures() -> None:
+    settings = Settings.model_validate({"dtype": "float16"})
+    need = need_of(LLAMA, 5, settings)
+    assert need is not None and need.kv_bytes_per_token == 131072 and need.max_context == 131072
+    assert need.kv_of_rank(16) == kv(LLAMA, ranks=16).per_token == 16384
+    latent = need_of(PUBLIC["DeepSeek-V3"]["config"], 5, settings)
+    assert latent is not None and latent.kv_of_rank(8) == 70272  # whole on every rank
+    assert need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings) is None  # tells no context
+    assert need_of(TINY["falcon-mamba-ssm"] | {"max_position_embeddings": 9}, 5, settings) is None
+    assert need_of({**LLAMA, "model_type": "brand_new"}, 5, settings) is None
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, ["size", *words])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_the_command_answers_in_json(model: Path) -> None:
+    code, text = run(str(model), "--json", "--gpu-gib", "24", "--weights-gib", "15",
+                     "--ram-gib", "64", "--drive-gib", "1000", "--drive-mb-s", "3000",
+                     "--prefill", "5000", "--context", "131072")  # fmt: skip
+    told = json.loads(text)
+    assert code == 0
+    assert told["bytes_per_token"] == 131072
+    assert told["session"] == {
+        "tokens": 131072, "bytes": 16 << 30, "stored_bytes_all_ranks": 16 << 30,
+    }  # fmt: skip
+    assert {one["place"]: one["sessions"] for one in told["fits"]} == {
+        "GPU": 0, "RAM": 4, "drive": 62,
+    }  # fmt: skip
+    assert told["times"][-1]["tokens"] == 131072
+    assert told["needed_drive_bytes_per_s"] == 131072 * 5000
+
+
+def test_weights_that_do_not_fit_are_said_first(model: Path) -> None:
+    code, text = run(str(model), "--gpu-gib", "8", "--weights-gib", "15")
+    assert code == 1
+    assert text.startswith("The weights do not fit: 15 GiB")
+    assert run(str(model), "--gpu-gib", "24", "--weights-gib", "15")[0] == 0
+
+
+def test_weights_are_counted_where_they_lie(model: Path) -> None:
+    (model / "model-1.safetensors").write_bytes(b"x" * 1000)
+    assert json.loads(run(str(model), "--json")[1])["weights_bytes"] == 1000
+    (model / "model-1.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 77}}')
+    assert json.loads(run(str(model), "--json")[1])["weights_bytes"] == 77
+
+
+def test_an_id_at_hand_is_found_and_nothing_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "not at hand" in run("org/model")[1]
+    home = tmp_path / "models--org--model"
+    for commit in ("a" * 40, "b" * 40):
+        (home / "snapshots" / commit).mkdir(parents=True)
+        (home / "snapshots" / commit / "config.json").write_text(json.dumps(LLAMA))
+    assert "2 snapshots" in run("org/model")[1]
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("b" * 40)
+    assert run("org/model")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "cannot be read as JSON"), ("[1]", "no JSON object"), ('{"model_type": "x"}', "'x'")],
+)
+def test_a_bad_config_is_one_clear_error(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    code, text = run(str(path))
+    assert code == 1 and words in text and "Traceback" not in text
+
+
+def test_the_plot_is_one_page_that_loads_nothing(model: Path) -> None:
+    assert run(str(model), "--plot", "x.html")[0] == 2
+    page = model / "size.html"
+    code, _ = run(str(model), "--drive-mb-s", "3000", "--prefill", "5000", "--plot", str(page))
+    text = page.read_text()
+    assert code == 0 and text.count("<polyline") == 2
+    assert "http" not in text.replace("http-equiv", "") and "<script" not in text
+
+
+def test_the_page_has_the_table_of_the_record() -> None:
+    assert engine_record()["vllm"].startswith("0.32")
+    assert MARKS[0] + table() + MARKS[1] in DOC.read_text()
