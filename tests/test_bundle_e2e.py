@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,15 +38,30 @@ def bundle(alone: Site) -> Path:
     return Path(folder, "cpu-x86_64-py3.11")
 
 
-def cut_off(site: Site, **data: str) -> Done:
-    """`bin/up` in a network namespace that has loopback and no route."""
-    inside = 'ip link set lo up && [ -z "$(ip route; ip -6 route show default)" ] && exec "$@"'
-    argv = ("unshare", "--net", "sh", "-c", inside, "sh", "bin/up", *site.arguments(**data))
+@pytest.fixture(scope="module")
+def island() -> Iterator[int]:
+    """PID of a process in a network namespace that has loopback and no route."""
+    command = (
+        'ip link set lo up && [ -z "$(ip route; ip -6 route show default)" ] && echo up && cat'
+    )
+    argv = ["unshare", "--net", "sh", "-c", command]
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as sitting:
+        assert sitting.stdin is not None and sitting.stdout is not None
+        assert sitting.stdout.readline() == "up\n"
+        yield sitting.pid
+        sitting.stdin.close()
+
+
+def cut_off(site: Site, island: int, **data: str) -> Done:
+    """`bin/up` from there: the services of one run are seen by the next."""
+    argv = ("nsenter", "--target", str(island), "--net", "bin/up", *site.arguments(**data))
     return site.run(*argv, env=NOWHERE)
 
 
 def test_one_changed_byte_is_refused_and_named_and_nothing_is_installed(
-    alone: Site, bundle: Path, tmp_path: Path
+    alone: Site, bundle: Path, island: int, tmp_path: Path
 ) -> None:
     wheel = next(bundle.glob("wheels/lmcache-*.whl"))
     other = tmp_path / "bundle"
@@ -54,7 +70,7 @@ def test_one_changed_byte_is_refused_and_named_and_nothing_is_installed(
         if path.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, target) if path != wheel else target.write_bytes(changed(path))
-    done = cut_off(alone, engine_bundle=str(other), verify="never")
+    done = cut_off(alone, island, engine_bundle=str(other), verify="never")
     assert done.code == 1, done.text[-3000:]
     assert f"wheels/{wheel.name}: changed" in done.text
     assert not list((alone.base / "envs").iterdir())
@@ -67,13 +83,15 @@ def changed(path: Path) -> bytes:
     return bytes(content)
 
 
-def test_from_a_bundle_to_a_verdict_with_the_network_cut_off(alone: Site, bundle: Path) -> None:
-    done = cut_off(alone, engine_bundle=str(bundle))
+def test_from_a_bundle_to_a_verdict_with_the_network_cut_off(
+    alone: Site, bundle: Path, island: int
+) -> None:
+    done = cut_off(alone, island, engine_bundle=str(bundle))
     assert done.code == 0, done.text[-6000:]
     assert "persisted PASS" in done.text
     assert "the bundle is whole" in done.text
     [marker] = alone.base.glob("envs/*/.kvhost-complete.json")
     assert {row["state"] for row in json.loads(marker.read_text())["abi"]} <= {"ok", "n/a"}
-    again = cut_off(alone, engine_bundle=str(bundle))
+    again = cut_off(alone, island, engine_bundle=str(bundle))
     assert again.code == 0, again.text[-3000:]
     assert again.changed() == []
