@@ -23,7 +23,16 @@ def combination_problems(
     settings: Settings, api_key_in_env: bool
 ) -> Iterator[tuple[frozenset[str], Problem]]:
     """Yield the keys that a rule looks at, and what is wrong with them together."""
-    for rule in (_watermarks, _ports, _revision, _tier, _model_dir, _verify_length, _verify_hit):
+    for rule in (
+        _watermarks,
+        _ports,
+        _revision,
+        _tier,
+        _model_dir,
+        _model_store,
+        _verify_length,
+        _verify_hit,
+    ):
         yield from rule(settings)
     yield from _bundle(settings)
     yield from _key_beyond_loopback(settings, api_key_in_env)
@@ -127,6 +136,28 @@ def _model_dir(s: Settings) -> _Found:
             "files from the cache",
             "tier_dir = '/var/lib/kvhost/tier'",
         )
+
+
+def _model_store(s: Settings) -> _Found:
+    base, store = PurePosixPath(s.base_dir), PurePosixPath(s.resolved_model_dir)
+    tier, keys = PurePosixPath(s.resolved_tier_dir), ("model_dir", "tier_dir", "base_dir")
+    if s.model_dir is None and not s.claims_a_drive:
+        return  # below base_dir, where _tier has judged
+    if (s.model_dir is not None and store.is_relative_to(tier)) or tier.is_relative_to(store):
+        yield _found(
+            keys,
+            f"the models ({store}) and the cache ({tier}) lie in each other, and the pruner "
+            "removes files from the cache",
+            f"model_dir = '{base}/models', or left out",
+        )
+    elif store.is_relative_to(base) and s.model_dir is not None:
+        inside = (*store.relative_to(base).parts, "")[0]
+        if inside in names_in_base() - {"models"} or not inside:
+            yield _found(
+                keys,
+                f"{store} is, or lies in, a directory where kvhost keeps something else",
+                f"model_dir = '{base}/models', or left out",
+            )
 
 
 def _verify_length(s: Settings) -> _Found:

@@ -56,6 +56,8 @@ _NOT_A_SERVICE_USER = {
     "nobody": "other services run as it too, and could read the prompts in the cache",
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_SENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+SENT = "controller:"
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 _WHEEL_SHA256 = re.compile(r"sha256=[0-9a-f]{64}")
@@ -187,22 +189,38 @@ def is_loopback(host: str) -> bool:
 
 
 def model_source(value: str) -> str:
-    """'builtin', an absolute path on the host, or org/name on the Hugging Face hub."""
+    """'builtin', an absolute path on the host, controller: and a path on the controller, or
+    org/name on the Hugging Face hub."""
     if value == "builtin":
+        return value
+    if is_sent(value):
+        one_line(value)
+        if not _SENT_NAME.fullmatch(value.rpartition("/")[2].removeprefix(SENT)):
+            raise Refusal(
+                "after controller: must be the path of a model's directory, whose own name has "
+                f"letters, digits and . _ - alone, not {short(value)}",
+                "controller:models/llama",
+            )
         return value
     if value.startswith("/"):
         return host_path(value)
     if not _HUB_ID.fullmatch(value) or "--" in value or ".." in value:
         raise Refusal(
-            "must be builtin, an absolute path on the host, or org/name (both parts) on the "
-            f"Hugging Face hub without its address, not {short(value)}"
+            "must be builtin, an absolute path on the host, controller: and a path on the "
+            "controller, or org/name (both parts) on the Hugging Face hub without its address, "
+            f"not {short(value)}"
         )
     return value
 
 
 def is_hub_id(source: str) -> bool:
     """Whether an accepted `model_source` is org/name on the hub."""
-    return source != "builtin" and not source.startswith("/")
+    return source != "builtin" and not source.startswith("/") and not is_sent(source)
+
+
+def is_sent(source: str) -> bool:
+    """Whether a `model_source` is a directory on the controller, which is sent to the host."""
+    return source.startswith(SENT)
 
 
 def model_revision(value: str) -> str:

@@ -21,6 +21,7 @@ from kvhost.cli_bundle import bundle_command
 from kvhost.cli_fleet import init, inventory_group
 from kvhost.cli_matrix import lock_command, matrix_command
 from kvhost.cli_measure import measure, measure_options
+from kvhost.cli_model import model_command
 from kvhost.cli_report import report
 from kvhost.cli_run import default_inventory, pyinfra
 from kvhost.cli_size import size_command
@@ -75,6 +76,7 @@ main.add_command(bundle_command)
 main.add_command(init)
 main.add_command(inventory_group)
 main.add_command(size_command)
+main.add_command(model_command)
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")

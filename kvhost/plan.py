@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from kvhost._values import is_sent
 from kvhost.plan_accelerator import accelerator_action, accelerator_notes
 from kvhost.plan_drives import drive_actions, drive_notes
 from kvhost.plan_host import (
@@ -37,6 +38,7 @@ from kvhost.plan_types import (
 from kvhost.plan_upgrade import upgrade, upgrade_notes
 from kvhost.report import HostReport, Kvhost, Namespace, Part
 from kvhost.runners import runners_of, whose_config
+from kvhost.services import model_dir
 from kvhost.settings import Settings
 
 #: as many changed files are named in the plan
@@ -164,6 +166,9 @@ def _model(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Ac
     source = settings.model_source
     if source.startswith("/"):
         return [Action("model", f"model at {source}, as it lies there", "keep")]
+    if is_sent(source):
+        what = f"model {source}, sent to {model_dir(settings, settings.paths)} unless it is there"
+        return [Action("model", what, "unknown")]
     models, store = _own(report, "models"), model_to_store(settings, report, facts)
     if source == "builtin":
         state, cost = _state(models, not store), f"{size(facts.builtin_bytes)} on disk"

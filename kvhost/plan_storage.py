@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from kvhost._values import is_sent
 from kvhost.plan_host import installed
 from kvhost.plan_types import GIB, PlanInputs, Refusal, size, unreadable
 from kvhost.report import Disk, HostReport, Part
@@ -153,8 +154,9 @@ def waits_for_its_drive(settings: Settings, report: HostReport) -> bool:
 def model_to_store(settings: Settings, report: HostReport, facts: PlanInputs) -> int:
     """Bytes of a model that this run would write below base_dir; 0 when none."""
     kvhost = report.kvhost.data
-    if settings.model_source.startswith("/") or kvhost is None:
-        return 0
+    source = settings.model_source
+    if source.startswith("/") or is_sent(source) or kvhost is None:
+        return 0  # of what is sent, the sender asks for the room
     if settings.model_source == "builtin":
         return 0 if installed(kvhost.models, facts.builtin_digest) else facts.builtin_bytes
     if settings.model_revision and installed(kvhost.models, settings.model_revision):

@@ -145,7 +145,8 @@ class Settings(RunnerSettings):
         _MODEL,
         "builtin",
         "What is served: the small model that kvhost makes itself (builtin), an absolute path on "
-        "the host, or org/name on the Hugging Face hub.",
+        "the host, org/name on the Hugging Face hub, or, after controller:, a directory on the "
+        "controller that is sent to the host.",
         example="/srv/models/llama",
     )
     model_revision: _Revision | None = setting(
@@ -153,6 +154,13 @@ class Settings(RunnerSettings):
         None,
         "Commit of the model on the hub; needed with org/name, refused with any other source.",
         example="0123456789abcdef0123456789abcdef01234567",
+    )
+    model_dir: _TierDir | None = setting(
+        _MODEL,
+        None,
+        "Directory on the host for models that are fetched from the hub or sent; without it, "
+        "models on the claimed drive, or in base_dir.",
+        example="/mnt/nvme/models",
     )
     served_model_name: _ModelName | None = setting(
         _MODEL,
@@ -421,6 +429,13 @@ class Settings(RunnerSettings):
         if self.tier_dir is not None:
             return self.tier_dir
         return f"{self.resolved_drive_mount if self.claims_a_drive else self.base_dir}/tier"
+
+    @property
+    def resolved_model_dir(self) -> str:
+        """Absolute path of the directory on the host for models that are fetched or sent."""
+        if self.model_dir is not None:
+            return self.model_dir
+        return f"{self.resolved_drive_mount if self.claims_a_drive else self.base_dir}/models"
 
     @property
     def resolved_drive_mount(self) -> str:

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhost._values import SENT, is_sent
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
 from kvhost.runners import FIRST, config_name, runners_of
@@ -95,8 +96,16 @@ def model_dir(settings: Settings, paths: HostPaths) -> str:
         return f"{paths.models}/builtin-{BUILTIN_DIGEST[:16]}"
     if settings.model_source.startswith("/"):
         return settings.model_source
+    store = settings.resolved_model_dir
+    if is_sent(settings.model_source):
+        return f"{store}/sent--{last_name(settings.model_source)}"
     owner, _, name = settings.model_source.partition("/")
-    return f"{paths.models}/{owner}--{name}--{(settings.model_revision or '')[:12]}"
+    return f"{store}/{owner}--{name}--{(settings.model_revision or '')[:12]}"
+
+
+def last_name(source: str) -> str:
+    """The last part of a model's path or name on the hub."""
+    return source.removeprefix(SENT).rstrip("/").rpartition("/")[2]
 
 
 def served_name(settings: Settings) -> str:
@@ -105,7 +114,7 @@ def served_name(settings: Settings) -> str:
         return settings.served_model_name
     if settings.model_source == "builtin":
         return "kvhost-builtin"
-    return settings.model_source.rstrip("/").rpartition("/")[2]
+    return last_name(settings.model_source)
 
 
 def dtype(settings: Settings) -> str:
@@ -240,6 +249,13 @@ def _drive_of(settings: Settings) -> str | None:
     return settings.resolved_drive_mount if settings.claims_a_drive else None
 
 
+def _model_drive(settings: Settings) -> str | None:
+    """The drive's mount point, where the model lies on the drive."""
+    mount = _drive_of(settings)
+    on_it = mount is not None and model_dir(settings, settings.paths).startswith(f"{mount}/")
+    return mount if on_it else None
+
+
 def tier_marks(settings: Settings, namespace_dir: str) -> tuple[str, ...]:
     """Files without which the tier is not the tier, but the directory below an absent mount."""
     return (f"{settings.paths.tier_dir}/{TIER_MARKER}", f"{namespace_dir}/{NAMESPACE_FILE}")
@@ -318,6 +334,7 @@ def runner_service(
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
         copies=((config, copy),),
         # Python's names for shared memory and semaphores; both services run as one user
+        needs_mount=_model_drive(settings),
         before=(*gpu_gate(paths, gpus), shm_sweep(paths, "psm_*", "sem.mp-*")),
         watch=(
             *(paths.current, config, f"{paths.etc}/model-digest"),

@@ -9,6 +9,7 @@ import pytest
 from kvhost.settings import Settings, SettingsError, validate_hosts
 
 PYINFRA = frozenset({"ssh_user", "ssh_key", "ssh_port", "ssh_password", "_sudo"})
+STORE = "model_dir, tier_dir, base_dir"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 SHA = "a" * 64
 HF_TOKEN = "hf_" + "Ab3" * 11  # the form of a token, not one
@@ -38,6 +39,7 @@ DEFAULTS: dict[str, object] = {
     "engine_bundle": None,
     "model_source": "builtin",
     "model_revision": None,
+    "model_dir": None,
     "served_model_name": None,
     "max_model_len": 32768,
     "dtype": "auto",
@@ -123,6 +125,10 @@ ACCEPTED: list[tuple[str, object]] = [
     ("engine_bundle", "~/bundles/cpu-x86_64-py3.11"),
     ("engine_bundle", "host:/mnt/usb/bundle"),
     ("model_source", "/srv/models/hf_home/llama"),
+    ("model_source", "controller:models/llama-3.1_8B"),
+    ("model_source", "controller:~/my models/llama"),
+    ("model_dir", "/mnt/nvme/models"),
+    ("model_dir", "/var/lib/kvhost/models/big"),
     ("served_model_name", "org/name:q4"),
     ("service_user", "_kv-host2"),
     ("cache_limit_gib", 5),
@@ -248,6 +254,10 @@ REFUSED: list[tuple[str, object, str]] = [
     ("api_host", "fe80::1%eth0", "cannot listen"),
     ("api_host", "224.0.0.1", "cannot listen"),
     # model and engine
+    ("model_source", "controller:", "after controller:"),
+    ("model_source", "controller:/srv/models/a b", "letters, digits"),
+    ("model_source", "controller:/srv/models/", "letters, digits"),
+    ("model_dir", "/var/lib", "share with others"),
     ("model_source", "gpt2", "org/name (both parts)"),
     ("model_source", "https://huggingface.co/org/name", "without its address"),
     ("model_source", "./model", "must be builtin"),
@@ -346,6 +356,25 @@ COMBINATIONS: list[Combination] = [
         {"engine_bundle": "b", "engine_wheel": f"/srv/vllm-0.32.0-cp38.whl#sha256={SHA}"},
         "engine_bundle, engine_wheel",
         "one of both left out",
+    ),
+    ({"model_dir": "/var/lib/kvhost/tier/m"}, STORE, "lie in each other"),
+    (
+        {"model_dir": "/mnt/m", "tier_dir": "/mnt/m/kv"},
+        STORE,
+        "lie in each other",
+    ),
+    ({"model_dir": "/var/lib/kvhost/log"}, STORE, "keeps something else"),
+    ({"model_dir": "/var/lib/kvhost"}, STORE, "lie in each other"),
+    ({"model_dir": "/var/lib/kvhost", "tier_dir": "/t"}, STORE, "keeps something else"),
+    (
+        {"drive_serial": "S1x", "drive_mount": "/srv/d", "tier_dir": "/srv/d/models/t"},
+        STORE,
+        "lie in each other",
+    ),
+    (
+        {"model_source": "controller:m/llama", "model_revision": REVISION},
+        "model_source, model_revision",
+        "left out",
     ),
     ({"model_source": "org/name"}, "model_source, model_revision", "other weights could come"),
     ({"model_revision": REVISION}, "model_source, model_revision", "left out"),

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from kvhost.cli_model import model_command
 from tests.doubles.hub import COMMIT, REPO, Hub, serve
 
 pytestmark = pytest.mark.engine
@@ -195,3 +197,25 @@ def test_too_small_a_disk_is_said_before_the_first_byte(home: Home, hub: Hub) ->
         assert not hub.gets(WEIGHTS)
     finally:
         subprocess.run(["umount", str(home.out)], check=True)
+
+
+def model(hub: Hub, *words: str, **env: str) -> Result:
+    runner = CliRunner(env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": None, **env})
+    return runner.invoke(model_command, [REPO, *words])
+
+
+def test_the_command_says_which_commit_a_branch_is(hub: Hub) -> None:
+    done = model(hub)
+    assert done.exit_code == 0, done.output
+    assert f'model_revision = "{COMMIT}"' in done.output
+    assert "2 files of weights, 1.9 MiB" in done.output
+    hub.token = TOKEN
+    assert "private or gated" in model(hub).output
+    assert model(hub, HF_TOKEN=TOKEN).exit_code == 0
+    gone = model(hub, "--revision", "nowhere/else", HF_TOKEN=TOKEN)
+    assert gone.exit_code == 1
+    assert "no revision 'nowhere/else'" in gone.output
+    hub.endpoint = "http://127.0.0.1:9"
+    done = model(hub, HF_TOKEN=TOKEN)
+    assert "gave no answer" in done.output
+    assert TOKEN not in done.output

@@ -155,6 +155,8 @@ def test_vllms_configuration_degrades_and_recovers_and_fails_no_request() -> Non
         ("/srv/m/tiny", None, "/srv/m/tiny", "tiny"),
         ("org/name", "0123456789abcdef" + "0" * 24, f"{BASE}/models/org--name--0123456789ab",
          "name"),
+        ("controller:m/llama-8B", None, f"{BASE}/models/sent--llama-8B", "llama-8B"),
+        ("controller:llama", None, f"{BASE}/models/sent--llama", "llama"),
     ],
 )  # fmt: skip
 def test_where_a_model_lies_and_what_it_is_called(
@@ -164,6 +166,19 @@ def test_where_a_model_lies_and_what_it_is_called(
     assert services.model_dir(ours, ours.paths) == where
     assert services.served_name(ours) == name
     assert services.served_name(settings(served_model_name="mine")) == "mine"
+
+
+def test_models_lie_on_the_claimed_drive_and_the_runner_waits_for_it() -> None:
+    drive = settings(model_source="controller:m/llama", drive_serial="S1x")
+    assert services.model_dir(drive, drive.paths) == f"{BASE}/drive/models/sent--llama"
+    set_elsewhere = drive.model_copy(update={"model_dir": "/srv/m"})
+    assert services.model_dir(set_elsewhere, drive.paths) == "/srv/m/sent--llama"
+    for ours, waits in ((drive, f"{BASE}/drive"), (set_elsewhere, None), (settings(), None)):
+        runner = services.runner_service(ours, ours.paths, with_key=False)
+        assert runner.needs_mount == waits
+    builtin = settings(drive_serial="S1x")
+    assert services.model_dir(builtin, builtin.paths).startswith(f"{BASE}/models/builtin-")
+    assert services.runner_service(builtin, builtin.paths, with_key=False).needs_mount is None
 
 
 def test_the_built_in_model_is_asked_for_in_float32_unless_somebody_says_otherwise() -> None:

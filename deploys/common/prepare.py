@@ -111,6 +111,8 @@ def gather(settings: Settings) -> HostReport:
         argv += ["--python", settings.python]
     if settings.model_source.startswith("/"):
         argv += ["--model-path", settings.model_source]
+    if settings.model_dir is not None or settings.claims_a_drive:
+        argv += ["--models-dir", settings.resolved_model_dir]
     if settings.claims_a_drive:
         argv += ["--drives", "--drive-mount", settings.resolved_drive_mount]
     return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))

@@ -1,9 +1,11 @@
-"""Stage model: the weights, from a path, a hub, or made on the host."""
+"""Stage model: the weights, from a path, a hub, the controller, or made on the host."""
 
 from __future__ import annotations
 
 from deploys.common.context import Run
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
+from deploys.model.sent import sent_model
+from kvhost._values import is_sent
 from kvhost.services import model_dir, service_env
 
 
@@ -18,6 +20,19 @@ def deploy(run: Run) -> None:
             check=("python3", script, "--check", here),
             command=f"python3 {script} --out {here} > /dev/null",
             when_ok=lambda state: bool(state["ok"]),
+        )
+        return
+    directories(
+        name="model: directory of models",
+        wanted=[Directory(run.settings.resolved_model_dir, "root", "755")],
+    )
+    if is_sent(source):
+        sent_model(
+            name="model: sent from the controller",
+            source=source,
+            here=here,
+            script=run.script("model_digest"),
+            state=run.paths.state,
         )
         return
     token_file = f"{run.paths.secrets}/hf-token"

@@ -464,6 +464,7 @@ def report(args: argparse.Namespace) -> Data:
     }
     names = ("base_dir", "tier_dir", "service_user", "packages", "ports", "timeout_s")
     rest = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    rest += [f"--models-dir={args.models_dir}"] if args.models_dir else []
     box: Data = {}
     thread = threading.Thread(target=lambda: box.update(part(lambda: held(args, rest))))
     thread.start()
@@ -490,6 +491,8 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_argument("--model-path", type=absolute, help="a model directory to look into")
     cli.add_argument("--path-free", type=absolute, action="append", default=[], metavar="PATH",
                      help="one more path whose filesystem is told; may be repeated")  # fmt: skip
+    cli.add_argument("--models-dir", type=absolute, metavar="PATH",
+                     help="models lie there too, beside those in base_dir")  # fmt: skip
     cli.add_argument("--drives", action="store_true", help="look at the drives too (as root)")
     cli.add_argument("--drive-mount", type=absolute, metavar="PATH", help="where one is mounted")
     cli.add_argument("--timeout-s", type=float, default=30.0, help="seconds for all parts")

@@ -375,7 +375,9 @@ def own_units(base: Path) -> list[Data]:
     return rows
 
 
-def kvhost(base: Path, tier_dir: Path) -> Data:
+def kvhost(base: Path, tier_dir: Path, models: Path | None = None) -> Data:
+    """``models``: where models lie beside those in base_dir."""
+    stores = dict.fromkeys((base / "models", models or base / "models"))
     return {
         "base": part(lambda: base_state(base)),
         "receipt": part(lambda: json_file(base / "state" / "receipt.json")),
@@ -387,7 +389,7 @@ def kvhost(base: Path, tier_dir: Path) -> Data:
         "current": part(lambda: current(base)),
         "envs": part(lambda: built(base / "envs", False)),
         "tools": part(lambda: built(base / "tools", False)),
-        "models": part(lambda: built(base / "models", True)),
+        "models": part(lambda: [row for store in stores for row in built(store, True)]),
         "tier": part(lambda: tier(tier_dir)),
         "services": part(lambda: services(base)),
         "run_lock": part(lambda: run_lock(base)),
@@ -462,6 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     cli.add_argument("--base-dir", required=True, type=Path, help="kvhost's directory")
     cli.add_argument("--tier-dir", required=True, type=Path, help="directory of the KV cache")
+    cli.add_argument("--models-dir", type=Path, help="models lie there too")
     cli.add_argument("--service-user", required=True, help="user that the services run as")
     cli.add_argument("--packages", default="", metavar="A,B", help="dpkg names")
     cli.add_argument("--ports", default="", metavar="N,N", help="TCP ports that are wanted")
@@ -471,7 +474,7 @@ def main(argv: list[str] | None = None) -> int:
         "users": lambda: users(args.service_user),
         "packages": lambda: packages([n for n in args.packages.split(",") if n]),
         "ports": lambda: ports([int(n) for n in args.ports.split(",") if n]),
-        "kvhost": lambda: kvhost(args.base_dir, args.tier_dir),
+        "kvhost": lambda: kvhost(args.base_dir, args.tier_dir, args.models_dir),
         "adoptable": lambda: adoptable(args.base_dir, args.service_user),
     }
     print(json.dumps(gather(parts, args.timeout_s), separators=(",", ":")), flush=True)
