@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvhost import __version__, cli_care, cli_up
+from kvhost import __version__, cli_care, cli_drift, cli_up
 from kvhost.cli_bundle import bundle_command
 from kvhost.cli_fleet import init, inventory_group
 from kvhost.cli_matrix import lock_command, matrix_command
@@ -109,6 +109,37 @@ def up(
         sys.exit(one(pyinfra_args))
     rolling = cli_up.Rolling(batch, canary, wait_s)
     sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling))
+
+
+@main.command(context_settings=_pass_all, epilog=_more)
+@_inventory
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> what differs.")
+@_passed_on
+def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
+    """What of the hosts is not as settings, lock and the last run's receipt say.
+
+    Changes nothing. Exit: 0 no drift; 2 drift; 1 a host could not be reached or looked at.
+    """
+    sys.exit(cli_drift.drift(pyinfra, inventory, pyinfra_args, as_json=as_json))
+
+
+@main.command(context_settings=_pass_all, epilog=_more)
+@_inventory
+@click.argument("host")
+@_passed_on
+def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
+    """Provision a fresh machine in the place of HOST, and compare it with what HOST was.
+
+    Exit: 0 its receipt equals the one kept; 2 it differs; 1 or 2 as of up if that failed.
+    """
+
+    def up_one(args: tuple[str, ...]) -> int:
+        return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling())
+
+    def one(args: tuple[str, ...]) -> int:
+        return _run_and_tell(inventory, "deploy.py", args)
+
+    sys.exit(cli_drift.rebuild(host, up_one, pyinfra_args))
 
 
 @main.command(context_settings=_pass_all, epilog=f"{_verdicts} {_more}")

@@ -36,6 +36,7 @@ from kvhost.plan_types import (
     size,
 )
 from kvhost.plan_upgrade import upgrade, upgrade_notes
+from kvhost.receipt import system_of
 from kvhost.report import HostReport, Kvhost, Namespace, Part
 from kvhost.runners import runners_of, whose_config
 from kvhost.services import model_dir
@@ -73,7 +74,7 @@ def make_plan(settings: Settings, report: HostReport, facts: PlanInputs) -> Plan
     actions += _engine(settings, report, facts) + _model(settings, report, facts)
     renewed = any(a.stage == "engine" and a.state == "change" for a in actions)
     actions += _services(settings, report, facts, renewed)
-    actions.append(_receipt(report, facts))
+    actions.append(_receipt(settings, report, facts))
     actions.append(_verify(settings, report, actions))
     actions += upgrade(settings, report, facts)
     return Plan(
@@ -247,9 +248,11 @@ def _difference(last: Namespace, facts: PlanInputs) -> str:
     return f" ({', '.join(changes)})" if changes else ""
 
 
-def _receipt(report: HostReport, facts: PlanInputs) -> Action:
+def _receipt(settings: Settings, report: HostReport, facts: PlanInputs) -> Action:
     receipt = _own(report, "receipt")
-    same = isinstance(receipt.data, dict) and receipt.data.get("settings") == facts.settings_digest
+    known = receipt.data if isinstance(receipt.data, dict) else {}
+    same = known.get("settings") == facts.settings_digest
+    same = same and known.get("system") == system_of(settings, report)
     return Action("runner", "receipt of the settings", _state(receipt, same))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvhost import __version__
 from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace
+from kvhost.report import HostReport
 from kvhost.settings import Settings, settings_digest
 
 SCHEMA = 1
@@ -26,12 +27,13 @@ def make_receipt(
     files: Mapping[str, str],
     scripts: Mapping[str, str],
     abi: Sequence[Mapping[str, str]],
+    system: Mapping[str, Any],
     drive: Mapping[str, Any] | None = None,
 ) -> str:
     """JSON text. ``files``: path -> content of what was rendered, ``scripts``: of kvhost's own
     programs on the host; only their digests are kept. ``abi``: what each line of
-    the ABI check said. ``drive``: what drive_apply.py keeps of the mounted drive (identity, UUID,
-    options), None where none is claimed."""
+    the ABI check said. ``system``: from system_of(). ``drive``: what drive_apply.py keeps of the
+    mounted drive (identity, UUID, options), None where none is claimed."""
     receipt: dict[str, Any] = {
         "schema": SCHEMA,
         "kvhost": __version__,
@@ -52,12 +54,28 @@ def make_receipt(
             "digest": model_digest,
         },
         "namespace": {"digest": namespace.digest, "fields": namespace.fields},
+        "system": dict(system),
         "files": {path: _sha256(text.encode()) for path, text in sorted(files.items())},
         "scripts": {path: _sha256(text.encode()) for path, text in sorted(scripts.items())},
     }
     if drive is not None:
         receipt["drive"] = dict(drive)
     return json.dumps(receipt, indent=1, sort_keys=True) + "\n"
+
+
+def system_of(settings: Settings, report: HostReport) -> dict[str, Any]:
+    """What of the host itself the proof of a cache rests on: kernel, driver, the tier's mount.
+
+    Parts that could not be read, and a claimed drive, which has a record of its own, are None.
+    """
+    arch, driver = report.arch.data, report.driver.data
+    tier = report.disk(settings.resolved_tier_dir).data
+    known = tier is not None and not settings.claims_a_drive
+    return {
+        "kernel": arch.kernel if arch else None,
+        "driver": driver.loaded.version if driver and driver.loaded else None,
+        "tier": {"mount_point": tier.mount_point, "fs": tier.fs} if tier and known else None,
+    }
 
 
 def _sha256(content: bytes) -> str:

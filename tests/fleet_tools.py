@@ -140,6 +140,8 @@ class Fleet:
     folder: Path
     hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
     bases: dict[str, Path] = field(default_factory=dict)
+    #: the working copy that the command is started from
+    repo: Path = REPO
     #: before the command: a network namespace for instance
     prefix: tuple[str, ...] = ()
 
@@ -174,10 +176,11 @@ class Fleet:
         kvhost = [sys.executable, "-m", "kvhost.cli", command]
         return [*self.prefix, *kvhost, "--inventory", str(self.inventory), *rest]
 
-    def start(self, *words: str, **popen: Any) -> subprocess.Popen[str]:
+    def start(self, *words: str, stderr_apart: bool = False, **popen: Any) -> subprocess.Popen[str]:
+        error = subprocess.PIPE if stderr_apart else subprocess.STDOUT
         return subprocess.Popen(
-            self.argv(*words), cwd=REPO, env=self.env, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **popen,
+            self.argv(*words), cwd=self.repo, env=self.env, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=error, **popen,
         )  # fmt: skip
 
     def run(self, *words: str, timeout: float = 300) -> Ran:

@@ -116,6 +116,35 @@ class DrivesText(FactBase[str]):
         return ""
 
 
+class DriftText(FactBase[str]):
+    """What onhost/drift_look.py prints, in one round trip; it and what it needs travel along."""
+
+    @override
+    def command(self, ask: str) -> str:
+        return _sent(DRIFT_SCRIPTS, ("--ask", ask))
+
+    @staticmethod
+    @override
+    def default() -> str:
+        return ""
+
+
+class DriveCheck(FactBase[str]):
+    """What `onhost/drive_apply.py check` prints, of the controller's copy."""
+
+    @override
+    def command(self, order: str, state: str) -> str:
+        names = sorted(path.name for path in ONHOST.glob("drive_*.py"))
+        names.insert(0, names.pop(names.index("drive_apply.py")))
+        words = ("check", "--state", state, "--order-text", order)
+        return _sent(tuple(names), words)
+
+    @staticmethod
+    @override
+    def default() -> str:
+        return ""
+
+
 def _sent(names: tuple[str, ...], argv: tuple[str, ...]) -> str:
     """A command that brings scripts along, runs the first of them, and leaves nothing behind."""
     # packed: one argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN)

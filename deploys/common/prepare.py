@@ -326,6 +326,11 @@ def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping
     The engine's own word (stage cache) is what counts; this is for the plan.
     """
     receipt: Any = report.kvhost.data.receipt.data if report.kvhost.data else None
+    return predicted(receipt, settings, lock)
+
+
+def predicted(receipt: Any, settings: Settings, lock: EngineLock) -> Mapping[str, Any] | None:
+    """The same from any receipt."""
     try:
         source, last = receipt["model"]["source"], dict(receipt["namespace"]["fields"])
         engine, versions = receipt["engine"]["digest"], dict(last["versions"])

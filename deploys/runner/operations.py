@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 from io import StringIO
 from typing import Any
@@ -15,6 +16,7 @@ from pyinfra.operations import files
 from deploys.common.back import go_back
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson, JsonFile
+from deploys.common.kept import left
 from deploys.common.operations import (
     Commands,
     connector_arguments,
@@ -35,7 +37,7 @@ from deploys.common.rendered import (
     vllm_yamls,
 )
 from kvhost.onhost.report_held import MARKER as ENGINE_MARKER
-from kvhost.receipt import make_receipt
+from kvhost.receipt import make_receipt, system_of
 from kvhost.runners import of_a_runner
 
 
@@ -172,8 +174,11 @@ def receipt(run: Run) -> Commands:
         files=texts,
         scripts=own_scripts(run),
         abi=proof["data"]["abi"],
+        system=system_of(run.settings, run.report),
         drive=drive,
     )
+    if executing():
+        left(run.host, json.loads(text))
     yield from files.put._inner(
         src=StringIO(text), dest=run.paths.receipt, user="root", group="root", mode="644",
         create_remote_dir=False,

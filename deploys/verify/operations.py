@@ -16,6 +16,7 @@ from rich.console import Console
 from deploys.common.back import go_back
 from deploys.common.context import Run
 from deploys.common.facts import CommandJson, JsonFile
+from deploys.common.kept import judged, keep, left
 from deploys.common.operations import (
     Commands,
     connector_arguments,
@@ -127,6 +128,7 @@ def restart_test(run: Run, asked: bool) -> Commands:
     if late.resolved is None or receipt["status"] != "ok":
         yield refuse(f"not provisioned: {late.why or receipt['why']}; run deploy.py first")
         return
+    left(run.host, receipt["data"])
     digest = hashlib.sha256(json.dumps(receipt["data"], sort_keys=True).encode()).hexdigest()
     verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
     known = verified["data"] if isinstance(verified["data"], dict) else {}
@@ -151,6 +153,9 @@ def settle(run: Run, clear: bool) -> Commands:
     + run: the run of this host
     + clear: false to remove nothing
     """
+    if executing() and (trouble := keep(run.host)):
+        yield refuse(trouble)
+        return
     late = look(run)
     if late.resolved_path is None:
         yield unknown_yet()
@@ -174,6 +179,7 @@ def collect(host: Any, run: Run, config: str, out: str) -> int | None:
 
 
 def tell_last(run: Run, known: dict[str, Any]) -> None:
+    judged(run.host, "PASS", str(known.get("time")))
     tell_summary(run.host, persisted="PASS", time=str(known.get("time")))
     try:
         last = latest_report(reports_dir(), run.host)
@@ -196,8 +202,11 @@ def test_or_go_back(state: Any, host: Any, run: Run, late: Late, digest: str) ->
     """The test; after a switch whose test is not passed, the way back. False: not PASS."""
     if test_and_judge(state, host, run, late, digest):
         return True
-    if run.host not in _not_measured:
-        go_back(host, run, "the restart-persistence test was not passed")
+    back = run.host not in _not_measured and go_back(
+        host, run, "the restart-persistence test was not passed"
+    )
+    if not back and (trouble := keep(run.host)):
+        host.log_styled(trouble, fg="red", log_func=logger.error)
     return False
 
 
@@ -255,6 +264,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         _not_measured.add(run.host)
     logger.info(f"    [{run.host}] report: {path}")
     tell_summary(run.host, persisted=report.persisted, time=report.time)
+    judged(run.host, report.persisted, report.time)
     if code == IN_USE:
         back = f"if [ -e {before} ]; then mv -f {before} {stands}; fi"
         host.run_shell_command(StringCommand(back), **how)

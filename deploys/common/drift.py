@@ -1,0 +1,163 @@
+"""Compares a host with what settings, lock and receipt say. Two or three round trips, no change."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+from pyinfra import host
+
+from deploys.common.context import REPO, Run
+from deploys.common.facts import DriftText, DriveCheck
+from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
+from deploys.common.rendered import gpus_of, manager_texts, own_scripts, vllm_yamls
+from kvhost import receipts
+from kvhost.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
+from kvhost.drive_order import drive_order
+from kvhost.locks import EngineLock, LockError, read_lock, tools_digest
+from kvhost.matrix import load_matrix
+from kvhost.namespace import digest_of
+from kvhost.plan import Plan
+from kvhost.plan_drives import claim_of
+from kvhost.plan_host import choose_python, minor
+from kvhost.plan_lock import choose_lock
+from kvhost.receipt import system_of
+from kvhost.report import HostReport, ReportError
+from kvhost.secrets import SecretError, api_key
+from kvhost.services import api_key_path, services, unit_file
+from kvhost.settings import Settings, settings_digest
+
+#: where services.py puts the units, of kvhost/onhost/services_systemd.py
+UNITS = "/etc/systemd/system"
+
+
+def find_drift() -> dict[str, Any]:
+    """{"status": same|drift|unreadable, "rows", "unreadable"}, plain JSON values.
+
+    Raises DeployError for settings that cannot be used.
+    """
+    try:
+        found = look()
+    except (ReportError, LockError, SecretError, receipts.NoReceipt) as error:
+        found = Found(unreadable=[str(error)])
+    return {"status": found.status, **asdict(found)}
+
+
+def look() -> Found:
+    """Raises ReportError, LockError, SecretError, NoReceipt."""
+    settings = all_settings()[host.name]
+    report = gather(settings)
+    own = report.kvhost.data
+    if own is None or own.receipt.status == "unreadable":
+        why = own.receipt.why if own else report.kvhost.why
+        return Found(unreadable=[f"kvhost's own state: {why}"])
+    owner = own.base.data.owner if own.base.data else "nobody"
+    if own.receipt.status == "absent" and owner != "kvhost":
+        return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
+    kept = receipts.load(receipts.receipts_dir(), host.name).receipt
+    lock, python = lock_of(settings, report)
+    found_drive = claim_of(settings, report)
+    key = api_key(settings, os.environ)
+    run = Run(
+        host=host.name, run_id=run_id(), settings=settings, report=report, plan=Plan((), (), ()),
+        lock=lock, tools_digest=tools_digest(REPO / "locks"), python=python, api_key=None,
+        with_key=key is not None or key_is_there(settings, report), hf_token=None,
+        drive_order=drive_order(settings, found_drive.claimed) if found_drive.claimed else None,
+    )  # fmt: skip
+    wanted = wanted_of(run, kept)
+    seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
+    return compare(wanted, seen, own.receipt.data, drive_trouble(run))
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Raises ReportError."""
+    try:
+        loaded = json.loads(text.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ReportError(f"the look at the host gave no answer: {text[:300]!r}") from None
+    if not isinstance(loaded, dict):
+        raise ReportError(f"the look at the host gave no answer: {text[:300]!r}")
+    return loaded
+
+
+def lock_of(settings: Settings, report: HostReport) -> tuple[EngineLock, str]:
+    """The lock that a run would install now, and the Python of it. Raises LockError."""
+    info, _ = choose_lock(settings, report, load_matrix(REPO / "locks"))
+    python = choose_python(settings, report, info.pythons)
+    if python is None:
+        raise LockError("the host has no Python that the lock covers any more")
+    wheel = settings.engine_wheel if info.cuda is None else None
+    return read_lock(REPO / "locks", info, minor(python), wheel), python.path
+
+
+def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
+    paths, etc = run.paths, run.paths.etc
+    files = {
+        path: File(sha256(text), "755" if path.startswith(f"{paths.bin}/") else "644")
+        for path, text in own_scripts(run).items()
+    }
+    texts = vllm_yamls(run.settings, with_key=run.with_key)
+    fields = predicted(kept, run.settings, run.lock)
+    if fields is None:
+        raise receipts.NoReceipt(
+            "the kept receipt is of another model or an older form: kvhost up makes it anew"
+        )
+    gpus = gpus_of(run.settings, run.lock)
+    place = paths.namespace(digest_of(fields))
+    described = services(run.settings, paths, place, with_key=run.with_key, gpus=gpus)
+    texts |= {f"{etc}/{one.name}.json": one.launch_spec(paths) for one in described}
+    texts[f"{etc}/model-digest"] = f"{kept['model']['digest']}\n"
+    texts |= manager_texts(run, described)
+    if run.systemd:
+        units = [unit_file(one.name) for one in described]
+        texts |= {f"{UNITS}/{unit}": texts[f"{etc}/{unit}"] for unit in units}
+    files |= {path: File(sha256(text), "644") for path, text in texts.items()}
+    if run.with_key:
+        owner = "root" if run.systemd else run.user
+        files[api_key_path(paths)] = File(None, "600", owner)
+    roots = (paths.base_dir, paths.bin, paths.lib, paths.etc, paths.state, paths.envs)
+    return Wanted(
+        files=files,
+        directories={
+            **dict.fromkeys(roots, ("root", "755")),
+            paths.secrets: ("root", "711"),
+            **dict.fromkeys((paths.log, paths.run, paths.home), (run.user, "700")),
+            paths.tier_dir: (run.user, "700"),
+            place: (run.user, "700"),
+        },
+        env=run.env_dir,
+        current=paths.current,
+        pins=pins_of(run.lock.text),
+        settings=settings_digest(run.settings),
+        lock=run.lock.digest,
+        system=system_of(run.settings, run.report),
+        kept=kept,
+        tier_dir=paths.tier_dir,
+    )
+
+
+def ask_of(run: Run, wanted: Wanted) -> dict[str, Any]:
+    """What drift_look.py is asked."""
+    return {
+        "base": run.paths.base_dir,
+        "user": run.user,
+        "files": [*wanted.files, wanted.current],
+        "directories": list(wanted.directories),
+        "env": run.env_dir,
+        "mounts": [run.paths.tier_dir],
+    }
+
+
+def drive_trouble(run: Run) -> list[str]:
+    """What is wrong with the claimed drive. Raises ReportError if it cannot be told."""
+    if not run.settings.claims_a_drive:
+        return []
+    if run.drive_order is None:
+        return ["the claim leads to no drive (kvhost drives says why)"]
+    order = json.dumps(run.drive_order, sort_keys=True)
+    told = parsed(host.get_fact(DriveCheck, order=order, state=run.paths.state))
+    if "ok" not in told:
+        raise ReportError(f"the drive: {told.get('why')}")
+    return [str(row) for row in told.get("wrong", [])]

@@ -1,0 +1,33 @@
+"""Keeps on the controller what a run left on a host: the receipt and the verdict given for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvhost import receipts
+
+_left: dict[str, dict[str, Any]] = {}
+_verdicts: dict[str, dict[str, str]] = {}
+
+
+def left(host: str, receipt: dict[str, Any]) -> None:
+    """The receipt that the host holds now."""
+    _left[host] = receipt
+
+
+def judged(host: str, persisted: str, time: str) -> None:
+    """The verdict that stands for it."""
+    _verdicts[host] = {"persisted": persisted, "time": time}
+
+
+def keep(host: str) -> str | None:
+    """Writes receipts/HOST.json; why that failed, None if it did not."""
+    receipt = _left.get(host)
+    if receipt is None:
+        return "no receipt was made, so none is kept"
+    folder = receipts.receipts_dir()
+    try:
+        receipts.keep(folder, host, receipt, _verdicts.get(host))
+    except OSError as error:
+        return f"the receipt could not be kept in {folder}: {error}"
+    return None

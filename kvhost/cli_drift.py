@@ -1,0 +1,101 @@
+"""`kvhost drift` and `kvhost rebuild`: is a host still what it was, and is it again what it was?"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvhost import journal, receipts
+from kvhost.cli_care import Runner, ask
+from kvhost.verdict_view import printable
+
+SAME, ERROR, DRIFT = 0, 1, 2
+_CODES = {"same": SAME, "unreadable": ERROR, "drift": DRIFT}
+
+
+def drift(run: Runner, inventory: str, args: tuple[str, ...], *, as_json: bool) -> int:
+    """Exit code: 0 all hosts are as they should be; 2 one is not; 1 one could not be looked at."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "journal")
+        os.environ[journal.VARIABLE] = str(kept)
+        try:
+            _, answers = ask(run, inventory, "deploys/drift.py", args, {})
+        finally:
+            os.environ.pop(journal.VARIABLE, None)
+        rows = journal.read_journal(kept).rows if kept.exists() else {}
+    found: dict[str, Any] = {}
+    for name, row in rows.items():
+        why = "it could not be reached" if row.result == "unreachable" else "it gave no answer"
+        found[name] = {"status": "unreadable", "rows": [], "unreadable": [why]}
+    for told in answers:
+        found[told.pop("host")] = told
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        show(found)
+    codes = {_CODES[host["status"]] for host in found.values()}
+    if not found or ERROR in codes:
+        return ERROR
+    return max(codes)
+
+
+def show(found: dict[str, Any]) -> None:
+    console, table = Console(), Table()
+    for name in ("host", "part", "what", "should be", "is"):
+        table.add_column(name, overflow="fold")
+    for host, told in found.items():
+        for row in told["rows"]:
+            cells = (host, row["part"], row["what"], row["wanted"], row["found"])
+            table.add_row(*map(printable, cells))
+        for why in told["unreadable"]:
+            table.add_row(*map(printable, (host, "unreadable", why, "", "not known")))
+    if table.row_count:
+        console.print(table)
+    for host, told in found.items():
+        count = len(told["rows"])
+        what = {"same": "no drift", "drift": f"DRIFT, {count} differences"}
+        click.echo(f"{printable(host)}: {what.get(told['status'], 'COULD NOT BE COMPARED')}")
+    if not found:
+        click.echo("no host could be reached, or the settings cannot be used: see above")
+
+
+def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ...]) -> int:
+    """Provisions a host and compares its receipt with the one kept of it.
+
+    Exit code: 0 equal; 2 it is up, but not what it was; else that of `up`.
+    """
+    folder = receipts.receipts_dir()
+    try:
+        before = receipts.load(folder, host)
+    except receipts.NoReceipt as why:
+        click.echo(f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.")
+        return ERROR
+    code = up(("--limit", host, *args))
+    if code:
+        click.echo(f"{printable(host)}: not rebuilt, see above; kvhost rebuild goes on from here")
+        return code
+    try:
+        after = receipts.load(folder, host)
+    except receipts.NoReceipt as why:
+        click.echo(str(why))
+        return ERROR
+    differing = receipts.differences(before.receipt, after.receipt)
+    if not differing:
+        click.echo(f"{printable(host)}: rebuilt, its receipt equals that of {before.time}")
+        return SAME
+    table = Table()
+    for name in ("key", f"receipt of {before.time}", "rebuilt"):
+        table.add_column(name, overflow="fold")
+    for key, old, new in differing:
+        table.add_row(*map(printable, (key, str(old)[:80], str(new)[:80])))
+    Console().print(table)
+    click.echo(f"{printable(host)}: rebuilt, but its receipt differs in {len(differing)} places")
+    return DRIFT

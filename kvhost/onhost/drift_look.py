@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Looks at what kvhost left on a host, for `kvhost drift`; changes nothing. Prints JSON.
+
+drift_look.py --ask JSON, run as root. JSON: {"base", "user", "files": [path], "directories":
+[path], "env", "mounts": [path]}. The answer has a part each, {"status": ok|absent|unreadable,
+"why", "data"}: files and directories by path (null where nothing is), the engine's environment against its
+own marker and its packages, the services and what runs them, the mounts that paths lie in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import pwd
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True
+if TYPE_CHECKING:
+    from kvhost.onhost import engine, services
+    from kvhost.onhost.report_held import Absent, mask_text, part
+    from kvhost.onhost.services_host import Host, Trouble
+    from kvhost.onhost.services_supervisor import Supervisord
+    from kvhost.onhost.services_systemd import Systemd, booted
+else:  # it lies beside this file, where there is no package kvhost
+    import engine
+    import services
+    from report_held import Absent, mask_text, part
+    from services_host import Host, Trouble
+    from services_supervisor import Supervisord
+    from services_systemd import Systemd, booted
+
+Data = dict[str, Any]
+#: bytes; what kvhost renders is far smaller
+MOST_BYTES = 16 << 20
+
+
+def owner(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def look_at(path: str) -> Data | None:
+    """Kind, owner, mode and digest of what lies at a path; None when nothing does. OSError."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    row: Data = {"kind": "other", "user": owner(found.st_uid), "sha256": None}
+    row["mode"] = f"{stat.S_IMODE(found.st_mode):o}"
+    if stat.S_ISLNK(found.st_mode):
+        row.update(kind="link", target=os.readlink(path))
+    elif stat.S_ISDIR(found.st_mode):
+        row["kind"] = "directory"
+    elif stat.S_ISREG(found.st_mode):
+        row["kind"] = "file"
+        if found.st_size <= MOST_BYTES:
+            with open(path, "rb") as handle:
+                row["sha256"] = hashlib.sha256(handle.read()).hexdigest()
+    return row
+
+
+def packages(env: str) -> dict[str, str]:
+    """Name -> version of what is installed in an environment, from its .dist-info directories."""
+    found: dict[str, str] = {}
+    top = os.path.join(env, "lib")
+    for python in sorted(os.listdir(top)):
+        site = os.path.join(top, python, "site-packages")
+        for name in os.listdir(site) if os.path.isdir(site) else []:
+            if name.endswith(".dist-info"):
+                package, _, version = name[: -len(".dist-info")].partition("-")
+                found[package.lower().replace("_", "-").replace(".", "-")] = version
+    return found
+
+
+def environment(env: str) -> Data:
+    if not os.path.lexists(env):
+        raise Absent(f"{env} is not there")
+    return {"whole": engine.is_complete(env), "packages": packages(env)}
+
+
+def running(base: str, user: str) -> Data:
+    host = Host(base, user)
+    manager: services.Manager = Systemd(host) if booted() else Supervisord(host)
+    states = manager.states()
+    rows = {n: services.entry(host, n, host.wanted_digest(n), states) for n in host.order}
+    try:
+        fresh, why = manager.fresh(), None
+    except (Trouble, OSError) as error:  # a description is gone: the files say which
+        fresh, why = False, str(error)
+    return {"services": rows, "supervisor_fresh": fresh, "why": why, "manager": manager.name}
+
+
+def mounts(paths: list[str]) -> Data:
+    """Path -> the mount that it lies in, proc_pid_mountinfo(5). The longest mount point counts."""
+    rows = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as handle:
+        for line in handle:
+            words = line.split()
+            after = words[words.index("-") + 1 :]
+            point = words[4].encode().decode("unicode_escape")
+            rows.append((point, after[0], mask_text(after[1]), sorted(words[5].split(","))))
+    found: Data = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        inside = [row for row in rows if (real + "/").startswith(row[0].rstrip("/") + "/")]
+        # of two at one place the later one is on top
+        best = max(enumerate(inside), key=lambda item: (len(item[1][0]), item[0]))[1]
+        found[path] = dict(zip(("mount_point", "fs", "source", "options"), best))  # noqa: B905
+    return found
+
+
+def by_path(paths: list[str]) -> Data:
+    return {path: look_at(path) for path in paths}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ask", required=True, help="JSON, see the head of this file")
+    ask = json.loads(parser.parse_args().ask)
+    found = {
+        "files": part(functools.partial(by_path, ask["files"])),
+        "directories": part(functools.partial(by_path, ask["directories"])),
+        "env": part(functools.partial(environment, ask["env"])),
+        "services": part(functools.partial(running, ask["base"], ask["user"])),
+        "mounts": part(functools.partial(mounts, ask["mounts"])),
+    }
+    print(json.dumps(found, separators=(",", ":")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

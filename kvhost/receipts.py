@@ -1,0 +1,105 @@
+"""Receipts kept on the controller: receipts/HOST.json, what the last run left on each host.
+
+They hold digests and no secret. `drift` compares a host with its own, `rebuild` a rebuilt host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvhost.reports import TIME_FORMAT, host_folder
+
+REPO = Path(__file__).resolve().parents[1]
+SCHEMA = "kvhost/receipt/1"
+
+#: what two hosts that are built alike may differ in, and why. Machine id, SSH host keys, times and
+#: addresses are in no receipt.
+MAY_DIFFER: Mapping[str, str] = {
+    "drive.uuid": "a filesystem has a UUID of its own",
+    "drive.drive": "which piece of hardware it is: serial, WWN",
+    "drive.drives": "the same of an array",
+}
+
+
+class NoReceipt(Exception):
+    """None is kept, or it cannot be read; says why."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``receipt`` as the host holds it; ``verdict``: {"persisted", "time"}, None if untested."""
+
+    host: str
+    time: str
+    receipt: dict[str, Any]
+    verdict: dict[str, str] | None
+
+
+def receipts_dir() -> Path:
+    """receipts/ of the repository, or KVHOST_RECEIPTS."""
+    return Path(os.environ.get("KVHOST_RECEIPTS", REPO / "receipts"))
+
+
+def path_of(folder: Path, host: str) -> Path:
+    return folder / f"{host_folder(host)}.json"
+
+
+def keep(
+    folder: Path, host: str, receipt: Mapping[str, Any], verdict: Mapping[str, str] | None
+) -> Path:
+    """Writes a host's receipt, 0600, in one step. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = path_of(folder, host)
+    data = {
+        "schema": SCHEMA,
+        "host": host,
+        "time": datetime.now(UTC).strftime(TIME_FORMAT),
+        "verdict": dict(verdict) if verdict is not None else None,
+        "receipt": dict(receipt),
+    }
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")  # 0600 by mkstemp
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load(folder: Path, host: str) -> Kept:
+    """Raises NoReceipt."""
+    path = path_of(folder, host)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NoReceipt(f"this controller keeps no receipt of {host} ({path})") from None
+    except (OSError, ValueError) as error:
+        raise NoReceipt(f"{path} cannot be read: {error}") from None
+    fine = isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("host") == host
+    if not fine or not isinstance(data.get("receipt"), dict):
+        raise NoReceipt(f"{path} is not a receipt of {host}")
+    return Kept(host, str(data.get("time")), data["receipt"], data.get("verdict"))
+
+
+def differences(old: Any, new: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of every leaf in which two receipts differ, MAY_DIFFER left out."""
+    if at in MAY_DIFFER:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        rows = []
+        for key in sorted({*old, *new}):
+            below = f"{at}.{key}" if at else str(key)
+            rows += differences(old.get(key), new.get(key), below)
+        return rows
+    return [] if old == new else [(at, old, new)]

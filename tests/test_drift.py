@@ -1,0 +1,192 @@
+"""`kvhost drift`, `kvhost rebuild` on a host that the real deploy made, with an engine's double."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhost import receipts
+from kvhost.drift import pins_of
+from tests.e2e_tools import free_ports
+from tests.fleet_tools import KEY, REPO, Fleet, plant
+
+pytestmark = [
+    pytest.mark.fleet,
+    pytest.mark.skipif(os.geteuid() != 0, reason="provisions this machine, which needs root"),
+]
+TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "drift"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    shutil.rmtree(TOP, ignore_errors=True)
+    made = Fleet(tmp_path_factory.mktemp("fleet"))
+    try:
+        made.add_here("a", TOP)
+        ran = made.run("up")
+        assert ran.code == 0, ran.text[-4000:]
+        yield made
+    finally:
+        subprocess.run(["umount", TOP / "a/tier"], capture_output=True, check=False)
+        made.remove()
+        shutil.rmtree(TOP, ignore_errors=True)
+
+
+def tree(base: Path) -> dict[str, tuple[int, int, int]]:
+    """What a change to the host would show in: of the services' own directories only the names."""
+    own = ("log", "run", "home")
+    rows = {}
+    for path in sorted(base.rglob("*")):
+        st = path.lstat()
+        name = str(path.relative_to(base))
+        moving = name.split("/")[0] in own
+        rows[name] = (0, 0, 0) if moving else (st.st_mtime_ns, st.st_mode, st.st_size)
+    return rows
+
+
+def drift(fleet: Fleet, *words: str) -> tuple[int, dict[str, Any], str]:
+    process = fleet.start("drift", "--json", *words, stderr_apart=True)
+    out, said = process.communicate(timeout=120)
+    text = out[out.index("{\n") if "{\n" in out else 0 :]
+    return process.returncode, json.loads(text), out + said
+
+
+def found(told: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(row["part"], row["what"]) for row in told["a"]["rows"]]
+
+
+def test_a_host_that_was_just_made_has_none_and_is_not_touched(fleet: Fleet) -> None:
+    before = tree(fleet.bases["a"])
+    code, told, text = drift(fleet)
+    assert (code, told["a"]["status"]) == (0, "same"), told
+    assert tree(fleet.bases["a"]) == before
+    assert KEY not in text
+    kept = receipts.path_of(fleet.folder / "receipts", "a")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    on_host = json.loads((fleet.bases["a"] / "state/receipt.json").read_text())
+    assert json.loads(kept.read_text())["receipt"] == on_host
+    assert on_host["system"]["kernel"] == os.uname().release
+
+
+def test_a_host_that_cannot_be_reached_is_never_the_same(fleet: Fleet) -> None:
+    away = {"ssh_hostname": "127.0.0.1", "ssh_port": free_ports(1)[0], "ssh_user": "nobody"}
+    fleet.hosts["away"] = away
+    try:
+        code, told, _ = drift(fleet)
+    finally:
+        del fleet.hosts["away"]
+    assert code == 1
+    assert {name: row["status"] for name, row in told.items()} == {
+        "a": "same", "away": "unreadable",
+    }  # fmt: skip
+
+
+def test_without_a_kept_receipt_it_is_not_the_same(fleet: Fleet) -> None:
+    kept = receipts.path_of(fleet.folder / "receipts", "a")
+    aside = kept.rename(kept.with_suffix(".aside"))
+    try:
+        code, told, _ = drift(fleet)
+    finally:
+        aside.rename(kept)
+    assert code == 1
+    assert "keeps no receipt" in told["a"]["unreadable"][0]
+
+
+def test_each_thing_that_was_changed_is_named(fleet: Fleet, tmp_path: Path) -> None:
+    base = fleet.bases["a"]
+    with (base / "etc/vllm.yaml").open("a") as config:
+        config.write("max-num-seqs: 1\n")
+    (base / "secrets/api-key").chmod(0o644)
+    (base / "bin/pruner.py").unlink()
+    site = next((base / "current").resolve().glob("lib/*/site-packages"))
+    [package] = site.glob("numpy-*.dist-info")
+    package.rename(site / "numpy-99.1.dist-info")
+    (site / "stray-1.0.dist-info").mkdir()
+    stop = ["python3", str(base / "bin/services.py"), "--base", str(base), "--user", "kvhost"]
+    subprocess.run([*stop, "stop", "pruner"], check=True, capture_output=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", base / "tier"], check=True)
+    code, told, text = drift(fleet)
+    subprocess.run(["umount", base / "tier"], check=True)
+    assert code == 2, text
+    rows = {(row["part"], row["what"]): (row["wanted"], row["found"]) for row in told["a"]["rows"]}
+    assert ("file", f"{base}/etc/vllm.yaml") in rows
+    assert rows["file", f"{base}/secrets/api-key"] == ("kvhost 600", "kvhost 644")
+    assert rows["file", f"{base}/bin/pruner.py"] == ("a file", "nothing")
+    assert rows["engine", "package numpy"][1] == "99.1"
+    assert rows["engine", "package stray"] == ("nothing", "1.0")
+    assert rows["service", "pruner"][1].startswith("STOPPED")
+    assert rows["mount", f"{base}/tier"][1] == f"tmpfs at {base}/tier"
+    assert not [row for row in rows if row[0] in ("lock", "settings", "receipt")]
+    assert KEY not in text
+
+
+def test_a_changed_lock_and_a_changed_setting_are_drift(fleet: Fleet, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    skip = shutil.ignore_patterns(".git", ".venv", ".test", ".mypy_cache", ".ruff_cache", "tests")
+    shutil.copytree(REPO, copy, ignore=skip)
+    for lock in (copy / "locks").glob("cpu-*-py3*.txt"):
+        lock.write_text("# another\n" + lock.read_text())
+    fleet.repo = copy
+    try:
+        code, told, _ = drift(fleet, "--data", "pruner_interval_s=7")
+    finally:
+        fleet.repo = REPO
+    assert code == 2
+    rows = found(told)
+    assert ("lock", "the engine's lock") in rows
+    assert ("settings", "digest of the settings") in rows
+    assert ("file", f"{fleet.bases['a']}/etc/pruner.json") in rows
+
+
+def test_a_rebuilt_host_has_an_equal_receipt(fleet: Fleet) -> None:
+    base = fleet.bases["a"]
+    kept = receipts.load(fleet.folder / "receipts", "a")
+    fleet.remove()  # the machine is gone
+    assert not base.exists()
+    plant(Path("/"), str(base))
+    ran = fleet.run("rebuild", "a")
+    assert ran.code == 0, ran.text[-4000:]
+    assert "its receipt equals" in ran.text
+    assert fleet.well("a")
+    again = receipts.load(fleet.folder / "receipts", "a")
+    assert again.receipt == kept.receipt
+    assert drift(fleet)[0] == 0
+
+
+# without a host
+
+
+def test_what_may_differ_and_what_not() -> None:
+    drive = {"uuid": "1", "drive": {"serial": "A"}, "filesystem": "xfs"}
+    old = {"settings": "s", "drive": drive, "files": {"/a": "1"}}
+    other = {**drive, "uuid": "2", "drive": {"serial": "B"}}
+    assert receipts.differences(old, {**old, "drive": other}) == []
+    other["filesystem"] = "ext4"
+    assert receipts.differences(old, {**old, "drive": other}) == [
+        ("drive.filesystem", "xfs", "ext4")
+    ]
+    assert receipts.differences(old, {**old, "files": {"/a": "1", "/b": "2"}}) == [
+        ("files./b", None, "2")
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "kvhost/receipt/1", "host": "b"}'])
+def test_a_damaged_receipt_is_no_receipt(tmp_path: Path, text: str) -> None:
+    receipts.path_of(tmp_path, "a").write_text(text)
+    with pytest.raises(receipts.NoReceipt, match=r"not a receipt|cannot be read"):
+        receipts.load(tmp_path, "a")
+
+
+def test_the_pins_of_a_lock() -> None:
+    lock = (
+        "# head\nA_b.c==1.2 \\\n    --hash=sha256:00\ntorch==2.13.0+cpu \\\n    --hash=x\n"
+        "vllm @ https://h/x.whl \\\n    --hash=sha256:11\n"
+    )
+    assert pins_of(lock) == {"a-b-c": "1.2", "torch": "2.13.0+cpu", "vllm": ""}
