@@ -11,7 +11,7 @@ from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
 from deploys.common.prepare import visit
-from deploys.common.ready import ready_command
+from deploys.common.ready import ready_commands
 from deploys.common.refused import not_provisioned, refused
 from kvhost.asking import answer
 
@@ -29,8 +29,11 @@ def why_not(at: Visit, host: Any) -> str | None:
     ]
     if wrong:
         return ", ".join(wrong)
-    ready = ask_host(host, ready_command(at, "--once"))
-    return None if ready is not None and ready["ready"] else "the server does not answer"
+    for argv in ready_commands(at, "--once"):
+        ready = ask_host(host, argv)
+        if ready is None or not ready["ready"]:
+            return "the server does not answer"
+    return None
 
 
 @operation(is_idempotent=False)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvhost.reports import TIME_FORMAT, host_folder
+from kvhost.working_copy import root
 
-REPO = Path(__file__).resolve().parents[1]
 SCHEMA = "kvhost/receipt/1"
 
 #: what two hosts that are built alike may differ in, and why. Machine id, SSH host keys, times and
@@ -43,8 +43,9 @@ class Kept:
 
 
 def receipts_dir() -> Path:
-    """receipts/ of the repository, or KVHOST_RECEIPTS."""
-    return Path(os.environ.get("KVHOST_RECEIPTS", REPO / "receipts"))
+    """receipts/ of the working copy, or KVHOST_RECEIPTS."""
+    given = os.environ.get("KVHOST_RECEIPTS")
+    return Path(given) if given else root() / "receipts"
 
 
 def path_of(folder: Path, host: str) -> Path:

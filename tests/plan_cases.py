@@ -163,6 +163,10 @@ def running(*names: str, dead: str | None = None) -> dict[str, Any]:
     return ok(rows + ([service(dead, 99, alive=False)] if dead else []))
 
 
+#: what a receipt keeps of the healthy host itself
+SYSTEM = {"kernel": "6.1", "driver": None, "tier": {"mount_point": "/", "fs": "ext4"}}
+
+
 def installed_host() -> dict[str, Any]:
     """Everything is there and runs."""
     name = f"ns-{CONFIG[:24]}"
@@ -177,7 +181,7 @@ def installed_host() -> dict[str, Any]:
         "kvhost.models": ok([built(BUILTIN[:16])]),
         "kvhost.tier": ok({"namespaces": [namespace(name, GIB)], "foreign": []}),
         "kvhost.services": ok([service(n, i) for i, n in enumerate(("runner", "cache", "pruner"))]),
-        "kvhost.receipt": ok({"settings": FACTS.settings_digest}),
+        "kvhost.receipt": ok({"settings": FACTS.settings_digest, "system": SYSTEM}),
         "kvhost.verified": ok({"persisted": "PASS"}),
     }  # fmt: skip
 

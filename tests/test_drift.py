@@ -54,8 +54,7 @@ def tree(base: Path) -> dict[str, tuple[int, int, int]]:
 def drift(fleet: Fleet, *words: str) -> tuple[int, dict[str, Any], str]:
     process = fleet.start("drift", "--json", *words, stderr_apart=True)
     out, said = process.communicate(timeout=120)
-    text = out[out.index("{\n") if "{\n" in out else 0 :]
-    return process.returncode, json.loads(text), out + said
+    return process.returncode, json.loads(out), out + said
 
 
 def found(told: dict[str, Any]) -> list[tuple[str, str]]:
@@ -175,6 +174,11 @@ def test_what_may_differ_and_what_not() -> None:
     assert receipts.differences(old, {**old, "files": {"/a": "1", "/b": "2"}}) == [
         ("files./b", None, "2")
     ]
+
+
+def test_the_page_lists_what_may_differ() -> None:
+    rows = (REPO / "docs/fleets.md").read_text()
+    assert all(f"| `{key}` | {why} |" in rows for key, why in receipts.MAY_DIFFER.items())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "kvhost/receipt/1", "host": "b"}'])

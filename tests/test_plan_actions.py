@@ -84,6 +84,8 @@ def test_everything_changes_on_a_bare_host_and_in_order() -> None:
          "the runner", "starts the runner"),
         ({"kvhost.receipt": ok({"settings": "other"})}, "receipt", None),
         ({"kvhost.receipt": absent()}, "receipt", None),
+        ({"arch.kernel": "6.2"}, "receipt", None),
+        ({f"{TIER}.fs": "xfs"}, "receipt", None),
         ({"kvhost.verified": ok({"persisted": "FAIL"})}, "the last verdict is FAIL",
          "restarts the cache server and the runner"),
     ],

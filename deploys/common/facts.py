@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shlex
 import tarfile
 from pathlib import Path
@@ -121,7 +122,7 @@ class DriftText(FactBase[str]):
 
     @override
     def command(self, ask: str) -> str:
-        return _sent(DRIFT_SCRIPTS, ("--ask", ask))
+        return _sent(with_siblings("drift_look.py"), ("--ask", ask))
 
     @staticmethod
     @override
@@ -134,15 +135,23 @@ class DriveCheck(FactBase[str]):
 
     @override
     def command(self, order: str, state: str) -> str:
-        names = sorted(path.name for path in ONHOST.glob("drive_*.py"))
-        names.insert(0, names.pop(names.index("drive_apply.py")))
         words = ("check", "--state", state, "--order-text", order)
-        return _sent(tuple(names), words)
+        return _sent(with_siblings("drive_apply.py"), words)
 
     @staticmethod
     @override
     def default() -> str:
         return ""
+
+
+def with_siblings(name: str) -> tuple[str, ...]:
+    """A script, and the others of kvhost/onhost that it imports, directly or through one."""
+    names = [name]
+    for one in names:
+        imported = re.findall(r"(?m)^ *(?:from|import) (\w+)", (ONHOST / one).read_text())
+        more = [f"{module}.py" for module in imported if (ONHOST / f"{module}.py").exists()]
+        names += [found for found in dict.fromkeys(more) if found not in names]
+    return tuple(names)
 
 
 def _sent(names: tuple[str, ...], argv: tuple[str, ...]) -> str:

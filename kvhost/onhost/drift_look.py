@@ -3,8 +3,9 @@
 
 drift_look.py --ask JSON, run as root. JSON: {"base", "user", "files": [path], "directories":
 [path], "env", "mounts": [path]}. The answer has a part each, {"status": ok|absent|unreadable,
-"why", "data"}: files and directories by path (null where nothing is), the engine's environment against its
-own marker and its packages, the services and what runs them, the mounts that paths lie in.
+"why", "data"}: files and directories by path (null where nothing is), the engine's environment
+against its own marker and its packages, the services and what runs them, the mounts that the
+paths lie in.
 """
 
 from __future__ import annotations
