@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhost.namespace import digest_of
+from kvhost.runners import runners_of
 from kvhost.services import Service, api_key_path, services, unit_file
 from kvhost.settings import Settings
 from kvhost.units import unit_text
@@ -38,7 +39,7 @@ class Units:
     def double(self, service: Service) -> Service:
         ports = {
             "cache": (self.settings.cache_port, self.settings.cache_http_port),
-            "runner": (self.settings.api_port,),
+            **{one.service: (one.settings.api_port,) for one in runners_of(self.settings)},
         }.get(service.name, ())
         program = ("/usr/bin/python3", f"{self.base}/bin/unit_service.py", service.name)
         env = {"PATH": "/usr/bin:/bin", "HOME": self.paths.home}

@@ -34,12 +34,15 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
     (place / "kvhost-cache.service").write_text(f"# Written by kvhost for {base}. Changes\n")
     (place / "kvhost-runner.service").write_text("# Written by kvhost for /srv/other. Changes\n")
     (place / "kvhost-pruner.service").symlink_to("/dev/null")
+    (place / "kvhost-runner-b.service").write_text(f"# Written by kvhost for {base}. Changes\n")
+    (place / "kvhost-runner-.service").write_text("")  # nobody's name
     vendor = tmp_path / "usr/lib/systemd/system/kvhost-cache.service"
     vendor.write_text(f"# Written by kvhost for {base}. Changes\n")
     found = {row["path"]: row["ours"] for row in held.own_units(base)}
     assert found == {
         str(place / "kvhost-cache.service"): True,
         str(place / "kvhost-runner.service"): False,
+        str(place / "kvhost-runner-b.service"): True,
         str(place / "kvhost-pruner.service"): False,
         str(vendor): False,  # it would be shadowed
     }

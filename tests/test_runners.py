@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvhost.onhost import ready
 from kvhost.plan import ModelNeed, Plan, make_plan, planned
 from kvhost.runners import of_a_runner, runners_of
 from kvhost.services import services, vllm_config
@@ -27,9 +28,12 @@ from tests.plan_cases import (
     plan,
     service,
 )
+from tests.report_tools import put
 from tests.settings_cases import check, refused
 from tests.test_driver import BY_ID
+from tests.test_generations import Base as Passed
 from tests.test_plan_accelerator import codes, on_gpu
+from tests.test_remove import Base as Removed
 from tests.test_services_script import ORDER, Base, ended, lives
 
 pytestmark = pytest.mark.runners
@@ -296,7 +300,48 @@ def test_more_ranks_than_kv_heads_hold_a_whole_head_each() -> None:
     assert need.weights_of_rank(4) == 2
 
 
-# On the host: the real supervisord, doubles in the place of the engine
+# On the host
+
+
+def test_a_way_back_takes_away_the_runners_that_were_added_since(tmp_path: Path) -> None:
+    base = Passed(tmp_path)
+    base.settle()
+    base.deploy("2")
+    added = ("runner-b.json", "vllm-b.yaml", "kvhost-runner-b.service")
+    for name in (*added, "notes.json"):
+        (base.root / "etc" / name).write_text("{}")
+    base.call("back", "--user", "u", "--why", "x", "--lock", "l", "--settings", "s")
+    left = {path.name for path in (base.root / "etc").iterdir()}
+    assert base.current() == "1"
+    assert not left & set(added)
+    assert {"runner.json", "vllm.yaml", "notes.json"} <= left
+
+
+def test_a_removal_takes_along_what_a_run_without_a_receipt_left(tmp_path: Path) -> None:
+    base = Removed(tmp_path)
+    stranger = base.root / "etc/of-others"
+    for name in ("runner-b.json", "vllm-b.yaml", "kvhost-runner-b.service", stranger.name):
+        (base.root / "etc" / name).write_text("x")
+    base.call()
+    assert {n for n in base.left() if n.startswith("etc/")} == {"etc/of-others"}
+
+
+def test_its_own_requests_are_counted_for_each_runner(tmp_path: Path) -> None:
+    for name, pid in (("runner", 1), ("runner-b", 2)):
+        put(tmp_path / f"run/{name}.json", json.dumps({"pid": pid, "start_ticks": 7}))
+    (tmp_path / "state").mkdir()
+    for name in ("runner", "runner-b", "runner-b"):
+        ready.count_own_request(str(tmp_path), name)
+    counts = {
+        path.name: json.loads(path.read_text()) for path in (tmp_path / "state").glob("own-*")
+    }
+    assert counts == {
+        "own-requests.json": {"pid": 1, "start_ticks": 7, "count": 1},
+        "own-requests-b.json": {"pid": 2, "start_ticks": 7, "count": 2},
+    }
+
+
+# The real supervisord, doubles in the place of the engine
 
 
 class Wide(Base):

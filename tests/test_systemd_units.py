@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.schema_runners import MoreRunner
 from kvhost.services import api_key_path, unit_file
+from kvhost.settings import Settings
 from kvhost.units import TRIES
 from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab, until
@@ -63,6 +65,32 @@ def test_again_nothing_is_touched(units: Units, host: Host) -> None:
     assert said == "exit 0\n"
     assert units.pids() == pids
     assert host.root("journalctl", "-u", "init.scope", "-o", "cat") == log  # no daemon-reload
+
+
+def test_a_further_runner_comes_and_goes_and_the_others_keep_their_processes(
+    units: Units, host: Host
+) -> None:
+    before, plain = units.pids(), units.settings
+    more = [MoreRunner(name="second", api_port=8001)]
+    units.settings = Settings(heartbeat_s=1, ready_timeout_s=20, more_runners=more)
+    try:
+        units.render()
+        units.call("ensure")
+        assert units.good()
+        assert list(units.rows()) == ["cache", "runner", "runner-second", "pruner"]
+        assert units.show("runner-second", "UnitFileState") == "enabled"
+        pid = units.pids()["runner-second"]
+    finally:
+        units.settings = plain
+        for name in ("runner-second.json", unit_file("runner-second")):
+            host.root("rm", "-f", f"{units.paths.etc}/{name}")
+    assert units.status()["supervisor_fresh"] is False  # its unit is there still
+    assert "taking kvhost-runner-second.service away" in units.call("ensure")
+    assert units.good()
+    assert units.pids() == before
+    assert units.show("runner-second", "LoadState") == "not-found"
+    assert host.root("sh", "-c", f"test -e /proc/{pid} || echo gone").strip() == "gone"
+    assert host.root("find", "/etc/systemd", "-name", "*second*") == ""
 
 
 def test_systemd_finds_nothing_wrong_and_little_exposed(units: Units, host: Host) -> None:
