@@ -13,7 +13,19 @@ die_at_step()
 if run is None:
     refused(name="refused: see the plan above")
 else:
-    take_lock(name="host: one run at a time", run=run)
+    asks = (
+        *host_stage.asks(run),
+        *storage.asks(run),
+        *engine.asks(run),
+        *model.asks(run),
+        *cache.check_asks(run),
+        *runner.check_asks(run),
+        *engine.switch_asks(run),
+        *cache.asks(run),
+        *runner.asks(run),
+        *verify.asks(run),
+    )
+    take_lock(name="host: one run at a time", run=run, asks=asks)
     finish_way_back(name="host: a way back that was broken off", run=run)
     host_stage.deploy(run)
     storage.deploy(run)

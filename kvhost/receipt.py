@@ -53,7 +53,11 @@ def make_receipt(
             "revision": settings.model_revision,
             "digest": model_digest,
         },
-        "namespace": {"digest": namespace.digest, "fields": namespace.fields},
+        "namespace": {
+            "digest": namespace.digest,
+            "fields": namespace.fields,
+            "chunk_bytes": namespace.chunk_bytes,
+        },
         "system": dict(system),
         "files": {path: _sha256(text.encode()) for path, text in sorted(files.items())},
         "scripts": {path: _sha256(text.encode()) for path, text in sorted(scripts.items())},

@@ -23,7 +23,9 @@ class ReportError(ValueError):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", protected_namespaces=()
+    )
 
 
 class Part(_Model, Generic[T]):
@@ -301,7 +303,8 @@ class OwnUnit(_Model):
 class Kvhost(_Model):
     """`good`, `previous`: manifests of what last passed; `failed`: what was gone back from.
 
-    `drive`: the drive that a run put into use and no release gave back.
+    `drive`: the drive that a run put into use and no release gave back. `last_run`: id of the last
+    run that held the lock, "" where an older version left no name.
     """
 
     base: Part[Base]
@@ -318,6 +321,7 @@ class Kvhost(_Model):
     tier: Part[Tier]
     services: Part[list[Service]]
     run_lock: Part[RunLock]
+    last_run: Part[str] = NOT_TOLD
     files: Part[dict[str, HostFile]]
     units: Part[list[OwnUnit]]
 

@@ -12,18 +12,23 @@ from pyinfra.operations import files
 from deploys.common.context import Run
 from deploys.common.operations import (
     Commands,
+    Directory,
     as_service,
+    converges,
     executing,
+    make_directories,
     refuse,
     shown,
     unknown_yet,
 )
 from deploys.common.own import own_files
 from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
+from kvhost.namespace import Namespace
 from kvhost.services import NAMESPACE_FILE, TIER_MARKER, runner_env
 
 
 @operation()
+@converges
 def resolve(run: Run) -> Commands:
     """Has the staged engine say what the configuration means, once for the same inputs.
 
@@ -62,6 +67,7 @@ def resolve(run: Run) -> Commands:
 
 
 @operation()
+@converges
 def tier(run: Run) -> Commands:
     """The tier's directory with its marker, and the namespace of this configuration.
 
@@ -71,13 +77,18 @@ def tier(run: Run) -> Commands:
     if late.resolved is None:
         yield not_resolved(late)
         return
-    top, here, user = run.paths.tier_dir, late.namespace_dir(run), run.user
-    yield from files.directory._inner(path=top, user=user, group=user, mode="700")
+    top, user = run.paths.tier_dir, run.user
+    yield from make_directories([Directory(top, user, "700")])
+    yield from own_files(run, *tier_words(run, late.namespace(run)))
+
+
+def tier_words(run: Run, namespace: Namespace) -> tuple[str, ...]:
+    """For onhost/own_files.py: what lies in the tier before anything is cached."""
+    top, here = run.paths.tier_dir, run.paths.namespace(namespace.digest)
     marker = "This directory is kvhost's: its pruner deletes files here.\n"
-    yield from own_files(
-        run,
+    return (
         "--dir",
         here,
         *("--file", f"{top}/{TIER_MARKER}", marker),
-        *("--file", f"{here}/{NAMESPACE_FILE}", late.namespace(run).metadata()),
+        *("--file", f"{here}/{NAMESPACE_FILE}", namespace.metadata()),
     )

@@ -10,7 +10,7 @@ from pyinfra import logger
 from pyinfra.api import FunctionCommand, StringCommand, operation
 
 from deploys.common.context import Run
-from deploys.common.operations import Commands, connector_arguments, refuse
+from deploys.common.operations import Commands, connector_arguments, converges, refuse
 from deploys.common.ready import ready_command
 from kvhost.reports import tell_summary
 from kvhost.settings import settings_digest
@@ -53,6 +53,7 @@ def go_back(host: Any, run: Run, why: str) -> bool:
 
 
 @operation()
+@converges
 def finish_way_back(run: Run) -> Commands:
     """Completes a way back that was broken off, and ends the run of this host there.
 

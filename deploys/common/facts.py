@@ -12,6 +12,8 @@ import json
 import re
 import shlex
 import tarfile
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,37 +68,13 @@ class CommandJson(FactBase[dict[str, Any]]):
             return unreadable(f"not JSON: {lines[-1][:200]}")
 
 
-class JsonFile(FactBase[dict[str, Any]]):
-    """A JSON file on the host; status "absent" when it is known not to be there."""
-
-    @override
-    def command(self, path: str) -> str:
-        quoted = shlex.quote(path)
-        return f"if [ -e {quoted} ]; then cat {quoted} || echo {_FAILED}; else echo {_FAILED}0; fi"
-
-    @staticmethod
-    @override
-    def default() -> dict[str, Any]:
-        return unreadable("the file could not be asked for")
-
-    @override
-    def process(self, output: list[str]) -> dict[str, Any]:
-        text = "\n".join(output)
-        if text.strip() == f"{_FAILED}0":
-            return {"status": "absent", "why": "not there", "data": None}
-        try:
-            return {"status": "ok", "why": None, "data": json.loads(text)}
-        except ValueError:
-            return unreadable(f"not JSON: {text[:200]}")
-
-
 class HostReportText(FactBase[str]):
     """What onhost/report.py prints, in one round trip; the scripts travel with the command."""
 
     @override
     def command(self, argv: tuple[str, ...]) -> str:
         more = DRIVE_SCRIPTS if "--drives" in argv else ()
-        return _sent(("report.py", "report_held.py", "report_gpu.py", *more), argv)
+        return sent(("report.py", "report_held.py", "report_gpu.py", *more), shlex.join(argv))
 
     @staticmethod
     @override
@@ -109,7 +87,7 @@ class DrivesText(FactBase[str]):
 
     @override
     def command(self, argv: tuple[str, ...]) -> str:
-        return _sent(DRIVE_SCRIPTS, argv)
+        return sent(DRIVE_SCRIPTS, shlex.join(argv))
 
     @staticmethod
     @override
@@ -122,7 +100,7 @@ class DriftText(FactBase[str]):
 
     @override
     def command(self, ask: str) -> str:
-        return _sent(with_siblings("drift_look.py"), ("--ask", ask))
+        return sent(with_siblings("drift_look.py"), shlex.join(("--ask", ask)))
 
     @staticmethod
     @override
@@ -136,7 +114,7 @@ class DriveCheck(FactBase[str]):
     @override
     def command(self, order: str, state: str) -> str:
         words = ("check", "--state", state, "--order-text", order)
-        return _sent(with_siblings("drive_apply.py"), words)
+        return sent(with_siblings("drive_apply.py"), shlex.join(words))
 
     @staticmethod
     @override
@@ -154,18 +132,30 @@ def with_siblings(name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _sent(names: tuple[str, ...], argv: tuple[str, ...]) -> str:
-    """A command that brings scripts along, runs the first of them, and leaves nothing behind."""
+def sent(names: tuple[str, ...], words: str, files: Mapping[str, str] | None = None) -> str:
+    """A command that brings scripts along, runs the first of them, and leaves nothing behind.
+
+    ``words``: its arguments, quoted for the shell, which knows the scripts' directory as $d;
+    ``files``: name -> base64 of further files in there.
+    """
+    more = "".join(
+        f"base64 -d > \"$d/{name}\" <<'KVHOST-END'\n{text}KVHOST-END\n"
+        for name, text in (files or {}).items()
+    )
+    return "\n".join(
+        (
+            "d=$(mktemp -d) || exit 1",
+            f"base64 -d <<'KVHOST-END' | tar xzo -C \"$d\"\n{_packed(names)}KVHOST-END",
+            f'{more}python3 "$d/{names[0]}" {words} 2>&1; rm -rf "$d"',
+        )
+    )
+
+
+@cache
+def _packed(names: tuple[str, ...]) -> str:
     # packed: one argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name in names:
             archive.add(ONHOST / name, name)
-    text = base64.encodebytes(packed.getvalue()).decode()
-    return "\n".join(
-        (
-            "d=$(mktemp -d) || exit 1",
-            f"base64 -d <<'KVHOST-END' | tar xzo -C \"$d\"\n{text}KVHOST-END",
-            f'python3 "$d/{names[0]}" {shlex.join(argv)} 2>&1; rm -rf "$d"',
-        )
-    )
+    return base64.encodebytes(packed.getvalue()).decode()

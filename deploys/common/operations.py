@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
 import io
 import shlex
 import tarfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
+from typing import Any, ParamSpec
 
 from pyinfra import context, host, logger
 from pyinfra.api import FileUploadCommand, FunctionCommand, StringCommand, operation
-from pyinfra.facts.files import File, Sha256File
-from pyinfra.operations import files
 
-from deploys.common.facts import CommandJson
+from deploys.common.looks import Ask, NotLooked, ask_file, ask_json, looks
 from kvhost.secrets import Secret
 
 Commands = Generator[Any, None, None]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ class Directory:
 
 @dataclass(frozen=True)
 class TextFile:
+    """A file of root's."""
+
     path: str
     text: str
     mode: str = "644"
-    user: str = "root"
 
 
 def executing() -> bool:
@@ -51,88 +53,139 @@ def connector_arguments() -> Any:
     return {key: given[key] for key in keys if given.get(key)}
 
 
+def converges(func: Callable[P, Commands]) -> Callable[P, Commands]:
+    """For the body of an operation: its first command takes the run lock, if this run has not yet.
+
+    What it looked at without the lock, it looks at again; whoever was here meanwhile is noticed.
+    """
+
+    @functools.wraps(func)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> Commands:
+        known = looks()
+        if known is None or not context.state.is_executing:
+            yield from func(*args, **kwargs)
+            return
+        known.since = None
+        commands = func(*args, **kwargs)
+        command = next(commands, None)
+        if command is not None and not known.locked:
+            try:
+                known.take_lock()
+            except NotLooked as why:
+                yield not_locked(str(why))
+                return
+            commands = func(*args, **kwargs)
+            command = next(commands, None)
+        while command is not None:
+            known.fresh = False
+            yield command
+            command = next(commands, None)
+
+    return guarded
+
+
 @operation()
+@converges
 def directories(wanted: Iterable[Directory]) -> Commands:
-    """Directories with exactly this owner and mode.
+    """Directories with exactly this owner and mode; all that differ are made in one command.
 
     + wanted: the directories, parents first
     """
+    yield from make_directories(wanted)
+
+
+def make_directories(wanted: Iterable[Directory]) -> Commands:
+    """The command that makes directories as wanted; none when they are."""
+    words = []
     for item in wanted:
-        yield from files.directory._inner(
-            path=item.path, user=item.user, group=item.user, mode=item.mode
-        )
+        there = ask_file(item.path)
+        if there is not None and there["kind"] != "directory":
+            yield refuse(f"{item.path} is a {there['kind']}, not a directory: move it away")
+            return
+        if there is None or [there[key] for key in ("owner", "group", "mode")] != [
+            item.user,
+            item.user,
+            item.mode,
+        ]:
+            path = shlex.quote(item.path)
+            # neither a file nor a link that came since the look is taken for it
+            words.append(
+                f"mkdir -p {path} && [ ! -L {path} ] && chown {item.user}:{item.user} {path} "
+                f"&& chmod {item.mode} {path}"
+            )
+    if words:
+        yield StringCommand(" && ".join(words))
 
 
-@operation()
-def text_files(wanted: Iterable[TextFile]) -> Commands:
-    """Files with exactly this content, owner and mode.
+def directory_asks(wanted: Iterable[Directory]) -> Iterator[Ask]:
+    return (("file", item.path) for item in wanted)
 
-    + wanted: the files; their directories exist
+
+def file_asks(wanted: Iterable[TextFile]) -> Iterator[Ask]:
+    return (("file", item.path) for item in wanted)
+
+
+#: bytes that go along with a command; one argument may have 128 KiB (Linux, MAX_ARG_STRLEN)
+INLINE = 90_000
+
+
+def write_files(wanted: Iterable[TextFile], passing: str) -> Commands:
+    """Commands that make root's files as wanted: one look at all, and one command for those that
+    differ. File by file a slow or distant host takes minutes for many.
+
+    ``passing``: file in a directory of root's, which what is too long for a command passes through.
     """
+    differing = []
     for item in wanted:
-        yield from files.put._inner(
-            src=StringIO(item.text),
-            dest=item.path,
-            user=item.user,
-            group=item.user,
-            mode=item.mode,
-            create_remote_dir=False,
-        )
-
-
-#: {path: [sha256, owner, group, mode]} of those of its arguments that are plain files
-_LOOK = """
-import grp, hashlib, json, os, pwd, stat, sys
-found = {}
-for path in sys.argv[1:]:
-    try:
-        st = os.lstat(path)
-        if stat.S_ISREG(st.st_mode):
-            with open(path, "rb") as handle:
-                digest = hashlib.sha256(handle.read()).hexdigest()
-            owner, group = pwd.getpwuid(st.st_uid).pw_name, grp.getgrgid(st.st_gid).gr_name
-            found[path] = [digest, owner, group, oct(stat.S_IMODE(st.st_mode))[2:]]
-    except (OSError, KeyError):
-        pass  # it is not as wanted
-print(json.dumps(found))
-"""
-
-
-@operation()
-def many_root_files(wanted: Iterable[TextFile], passing: str) -> Commands:
-    """As text_files, for many of root's: one look at all, and one upload of those that differ.
-    File by file a slow or distant host takes minutes for them.
-
-    + wanted: the files, all root's; their directories exist
-    + passing: file in a directory of root's that the upload passes through, and that is removed
-    """
-    items = list(wanted)
-    answer = host.get_fact(
-        CommandJson, argv=("python3", "-I", "-c", _LOOK, *(item.path for item in items))
-    )
-    there = answer["data"] if answer["status"] == "ok" else {}
-    differing = [
-        item for item in items
-        if there.get(item.path)
-        != [hashlib.sha256(item.text.encode()).hexdigest(), "root", "root", item.mode]
-    ]  # fmt: skip
+        there = ask_file(item.path) or {}
+        digest = hashlib.sha256(item.text.encode()).hexdigest()
+        found = [there.get(key) for key in ("kind", "sha256", "owner", "group", "mode")]
+        if found != ["file", digest, "root", "root", item.mode]:
+            differing.append(item)
     if not differing:
         return
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for item in differing:
             member = tarfile.TarInfo(item.path.lstrip("/"))
             content = item.text.encode()
             member.size, member.mode = len(content), int(item.mode, 8)
             archive.addfile(member, io.BytesIO(content))
+    unpack = "tar --extract --gzip --directory / --no-same-owner --preserve-permissions --touch"
+    text = base64.encodebytes(packed.getvalue()).decode()
+    if len(text) <= INLINE:
+        yield StringCommand(f"base64 -d <<'KVHOST-END' | {unpack} --file -\n{text}KVHOST-END")
+        return
     packed.seek(0)
     yield FileUploadCommand(packed, passing)
     quoted = shlex.quote(passing)
-    unpack = "tar --extract --directory / --no-same-owner --preserve-permissions --touch"
     yield StringCommand(f"exec 3< {quoted} && rm {quoted} && {unpack} --file - <&3")
 
 
 @operation()
+@converges
+def root_files(wanted: Iterable[TextFile], passing: str) -> Commands:
+    """Root's files with exactly this content and mode.
+
+    + wanted: the files; their directories exist
+    + passing: file in a directory of root's that a long upload passes through, and that is removed
+    """
+    yield from write_files(wanted, passing)
+
+
+@operation()
+@converges
+def no_file(path: str) -> Commands:
+    """No file at this path.
+
+    + path: a file, or a link
+    """
+    if ask_file(path) is not None:
+        yield StringCommand(f"rm -f {shlex.quote(path)}")
+
+
+@operation()
+@converges
 def secret_file(path: str, secret: Secret, user: str) -> Commands:
     """A file with a secret, 0600 from its first byte on, and never in a diff or a process list.
 
@@ -142,9 +195,9 @@ def secret_file(path: str, secret: Secret, user: str) -> Commands:
     """
     content = secret.get_secret_value() + "\n"
     digest = hashlib.sha256(content.encode()).hexdigest()
-    there = host.get_fact(File, path=path)
-    same = there and host.get_fact(Sha256File, path=path) == digest
-    right = there and there["user"] == user and int(there["mode"]) == 600
+    there = ask_file(path) or {}
+    same = there.get("sha256") == digest
+    right = (there.get("owner"), there.get("mode")) == (user, "600")
     if same and right:
         return
     quoted = shlex.quote(path)
@@ -167,6 +220,7 @@ def secret_file(path: str, secret: Secret, user: str) -> Commands:
 
 
 @operation()
+@converges
 def run_unless(
     check: tuple[str, ...], command: tuple[str, ...] | str, when_ok: Callable[[Any], bool]
 ) -> Commands:
@@ -176,7 +230,7 @@ def run_unless(
     + command: what to run; a text is run by the shell
     + when_ok: given the JSON, whether the host is as wanted; a check that fails is "no"
     """
-    answer = host.get_fact(CommandJson, argv=check)
+    answer = ask_json(check)
     if answer["status"] == "ok" and when_ok(answer["data"]):
         return
     yield shown(command)
@@ -204,6 +258,13 @@ def as_service(user: str, env: dict[str, str], argv: tuple[str, ...]) -> tuple[s
 def unknown_yet() -> StringCommand:
     """Stands for a change that can only be told once the steps before it have run."""
     return StringCommand(":")
+
+
+def not_locked(why: str) -> FunctionCommand:
+    return refuse(
+        "another run is in progress on this host, or its lock cannot be taken:\n"
+        f"  {why}\nWait for it and run again, or if it is gone: --data break_lock=RUN_ID"
+    )
 
 
 def refuse(message: str) -> FunctionCommand:

@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import shlex
 
-from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, as_service
+from deploys.common.looks import Ask, ask_json
+from deploys.common.operations import Commands, as_service, converges
+
+
+def own_files_command(run: Run, *words: str) -> tuple[str, ...]:
+    return as_service(run.user, {}, (run.python, run.script("own_files"), *words))
+
+
+def own_files_ask(run: Run, *words: str) -> Ask:
+    return ("argv", *own_files_command(run, "--check", *words))
 
 
 def own_files(run: Run, *words: str) -> Commands:
     """Commands that make what onhost/own_files.py is told; none when all is as wanted."""
-    argv = (run.python, run.script("own_files"))
-    check = host.get_fact(CommandJson, argv=as_service(run.user, {}, (*argv, "--check", *words)))
+    check = ask_json(own_files_command(run, "--check", *words))
     if check["status"] == "ok" and check["data"]["ok"]:
         return
-    yield StringCommand(shlex.join(as_service(run.user, {}, (*argv, *words))))
+    yield StringCommand(shlex.join(own_files_command(run, *words)))
+
+
+def words_for(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for path in paths for word in ("--dir", path))
 
 
 @operation()
+@converges
 def own_directories(run: Run, paths: tuple[str, ...]) -> Commands:
     """Directories of the service's user inside one of its own, 0700.
 
     + run: the run of this host
     + paths: parents first
     """
-    yield from own_files(run, *(word for path in paths for word in ("--dir", path)))
+    yield from own_files(run, *words_for(paths))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
-from pyinfra import host
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import LIBRARY, CommandJson, JsonFile, scripts
+from deploys.common.facts import LIBRARY, scripts
+from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.locks import EngineLock
 from kvhost.namespace import Namespace, input_digest, namespace_of
@@ -127,27 +127,46 @@ class Late:
         return services(run.settings, run.paths, where, with_key=run.with_key, gpus=gpus)
 
 
-def look(run: Run) -> Late:
-    """Asks the host. Two round trips; the digests of unchanged weights are remembered there."""
-    model = host.get_fact(
-        CommandJson,
-        argv=(
-            "python3", run.script("model_digest"), "--model", model_dir(run.settings, run.paths),
-            "--cache", f"{run.paths.state}/model-digests.json", "--user", run.user,
-        ),
+def digest_command(run: Run) -> tuple[str, ...]:
+    """The digests of unchanged weights are remembered on the host."""
+    return (
+        "python3", run.script("model_digest"), "--model", model_dir(run.settings, run.paths),
+        "--cache", f"{run.paths.state}/model-digests.json", "--user", run.user,
     )  # fmt: skip
-    if model["status"] != "ok":
-        return Late(why=model["why"])
-    digest = model["data"]["digest"]
+
+
+def resolved_path(run: Run, model_digest: str) -> str:
+    """Where the engine's own word on this configuration lies."""
     name = input_digest(
         vllm_yaml(run),
         run.settings.runner_extra_args,
-        digest,
+        model_digest,
         run.lock.digest,
         cache_args=cache_arguments(run),
     )[:24]
-    path = f"{run.paths.state}/resolved-{name}.json"
-    resolved = host.get_fact(JsonFile, path=path)
+    return f"{run.paths.state}/resolved-{name}.json"
+
+
+def last_namespace(run: Run) -> Namespace | None:
+    """That of the last run, by the receipt: good for a guess of what will be asked."""
+    receipt: Any = run.report.kvhost.data.receipt.data if run.report.kvhost.data else None
+    try:
+        last = receipt["namespace"]
+        found = Namespace(dict(last["fields"]), last["chunk_bytes"])
+        str(found.fields["model_digest"])
+    except (TypeError, KeyError, ValueError):
+        return None  # none yet, or of another version
+    return found
+
+
+def look(run: Run) -> Late:
+    """Asks the host."""
+    model = ask_json(digest_command(run))
+    if model["status"] != "ok":
+        return Late(why=model["why"])
+    digest = model["data"]["digest"]
+    path = resolved_path(run, digest)
+    resolved = ask_json_file(path)
     if resolved["status"] != "ok":
         return Late(digest, path, why=resolved["why"])
     return Late(digest, path, resolved["data"])

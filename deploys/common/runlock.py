@@ -1,4 +1,4 @@
-"""One run at a time on a host: the lock is taken when a run begins to change things.
+"""One run at a time on a host: the lock is taken before a run changes anything.
 
 It is dropped when this process ends, however it ends short of a kill; a killed run's lock is
 taken over at once by the next run of the same controller (its process is seen to be dead), by
@@ -13,16 +13,18 @@ import json
 import os
 import shlex
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gevent
-from pyinfra import context, host, logger
+from pyinfra import context, logger
 from pyinfra.api import StringCommand, operation
 
-from deploys.common.context import Visit
+from deploys.common.context import Run, Visit
 from deploys.common.facts import ONHOST
-from deploys.common.operations import Commands, connector_arguments, executing, refuse
+from deploys.common.looks import Ask, Looks, NotLooked, expect
+from deploys.common.operations import Commands, connector_arguments, executing, not_locked
 
 REFRESH_S = 300
 
@@ -71,37 +73,77 @@ def owner(run: Visit) -> dict[str, Any]:
     }
 
 
-def command(run: Visit, verb: str) -> StringCommand:
-    """The script travels with the command: the first run finds nothing of kvhost on the host."""
-    state = shlex.quote(run.paths.state)
-    held = run.report.kvhost.data.run_lock.data if run.report.kvhost.data else None
-    argv = ["--file", run.paths.run_lock, "--owner", json.dumps(owner(run)), verb]
+def take_words(run: Visit) -> tuple[str, ...]:
+    """Arguments of `runlock.py take`."""
+    words = ["--file", run.paths.run_lock, "--owner", json.dumps(owner(run))]
+    kvhost = run.report.kvhost.data
+    held = kvhost.run_lock.data if kvhost else None
     if held is not None and is_dead(held.content):
-        argv += ["--dead", str(held.content.get("run_id"))]
+        words += ["--dead", str(held.content.get("run_id"))]
     if run.settings.break_lock:
-        argv += ["--break", run.settings.break_lock]
+        words += ["--break", run.settings.break_lock]
+    elif kvhost and kvhost.last_run.data is not None:
+        words += ["--last", kvhost.last_run.data]
+    return tuple(words)
+
+
+def command(run: Visit, verb: str) -> StringCommand:
+    """keep or drop. The script travels with the command: a removal takes that of the host away."""
+    state = shlex.quote(run.paths.state)
+    argv = ["--file", run.paths.run_lock, "--owner", json.dumps(owner(run)), verb]
     text = (ONHOST / "runlock.py").read_text()
-    # after a removal there is nothing to give back, and nothing to be made for it
-    place = f"mkdir -p {state} &&" if verb == "take" else f"[ ! -d {state} ] ||"
-    return StringCommand(f"{place} python3 - {shlex.join(argv)} <<'KVHOST-END'\n{text}\nKVHOST-END")
+    # after a removal there is nothing to give back
+    return StringCommand(
+        f"[ ! -d {state} ] || python3 - {shlex.join(argv)} <<'KVHOST-END'\n{text}\nKVHOST-END"
+    )
+
+
+def may_wait(run: Visit) -> bool:
+    """Whether a run may look without the lock: it expects to change nothing, and nobody has it."""
+    kvhost = run.report.kvhost.data
+    return (
+        isinstance(run, Run)
+        and all(action.state != "change" for action in run.plan.actions)
+        and not run.settings.break_lock
+        and kvhost is not None
+        and kvhost.receipt.status == "ok"
+        and kvhost.run_lock.status == "absent"
+        and kvhost.last_run.data is not None
+    )
 
 
 @operation()
-def take_lock(run: Visit) -> Commands:
-    """Takes the host's run lock for this run. No change to the host in itself.
+def take_lock(run: Visit, asks: tuple[Ask, ...] = ()) -> Commands:
+    """One run at a time: takes the host's run lock, and looks at all that the run will ask.
+
+    A run that expects to change nothing looks without the lock; its first change takes it, looks
+    again, and fails where another run was here since the report. No change to the host in itself.
 
     + run: the run of this host
+    + asks: what its operations will ask, in their order
     """
+    known = Looks(
+        lock_path=run.paths.run_lock,
+        asks=asks,
+        take=take_words(run),
+        taken=keeper(run) if executing() else None,
+    )
+    expect(known)
     if not executing():
         return
-    ok, output = host.run_shell_command(command(run, "take"), **connector_arguments())
-    if not ok:
-        said = output.stdout or output.stderr
-        yield refuse(
-            "another run is in progress on this host, or its lock cannot be taken:\n"
-            f"  {said}\nWait for it, or if it is gone: --data break_lock=RUN_ID"
-        )
+    try:
+        known.gather(asks, take=not (asks and may_wait(run)))
+    except NotLooked as why:
+        yield not_locked(str(why))
         return
+    kvhost = run.report.kvhost.data
+    last = kvhost.last_run.data if kvhost else None
+    if not known.locked and known.lock != {"held": None, "last": last}:
+        yield not_locked(json.dumps(known.lock))
+
+
+def keeper(run: Visit) -> Callable[[], None]:
+    """What keeps the lock alive once it is taken, until this process gives it back at its end."""
     this = context.ctx_host.get()  # the host itself: the proxy is empty at exit
     how = connector_arguments()
 
@@ -110,13 +152,27 @@ def take_lock(run: Visit) -> Commands:
             gevent.sleep(REFRESH_S)
             this.run_shell_command(command(run, "keep"), **how)
 
-    keeper = gevent.spawn(refresh)
+    keeping = gevent.Greenlet(refresh)
 
     def drop() -> None:
-        keeper.kill()
+        keeping.kill()
         try:
             this.run_shell_command(command(run, "drop"), **how)
         except Exception as error:
             logger.warning(f"{run.host}: the run lock stays ({error}); the next run takes it over")
 
-    atexit.register(drop)
+    def begin() -> None:
+        if not _drops:
+            atexit.register(drop_all)
+        _drops.append(drop)
+        keeping.start()
+
+    return begin
+
+
+_drops: list[Callable[[], None]] = []
+
+
+def drop_all() -> None:
+    """Gives all locks back, those of all hosts at once."""
+    gevent.joinall([gevent.spawn(drop) for drop in _drops])

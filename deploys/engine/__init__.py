@@ -6,9 +6,11 @@ import base64
 import hashlib
 import json
 import shlex
+from collections.abc import Iterator
 
 from deploys.common.context import REPO, Run
-from deploys.common.operations import TextFile, run_unless, text_files
+from deploys.common.looks import Ask
+from deploys.common.operations import TextFile, file_asks, root_files, run_unless
 from deploys.engine.bundle import bundle_on_host, bundle_place
 from kvhost.driver import expected_gpus
 from kvhost.services import service_env
@@ -19,31 +21,67 @@ def lock_path(run: Run) -> str:
     return f"{run.paths.locks}/{run.lock.name}-py{run.lock.python}-{run.lock.digest[:16]}.txt"
 
 
+def lock_files(run: Run) -> list[TextFile]:
+    paths = run.paths
+    env = json.dumps(service_env(run.settings, paths), indent=1, sort_keys=True) + "\n"
+    return [
+        TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text()),
+        TextFile(lock_path(run), run.lock.text),
+        TextFile(f"{paths.etc}/service-env.json", env),
+    ]
+
+
+def status_command(run: Run) -> tuple[str, ...]:
+    return ("python3", run.script("engine"), "status", "--env", run.env_dir)
+
+
+def current_command(run: Run) -> tuple[str, ...]:
+    link = shlex.quote(run.paths.current)
+    return ("sh", "-c", f'[ "$(readlink {link})" = {shlex.quote(run.env_dir)} ] && echo true')
+
+
+def wheel_command(run: Run, name: str) -> tuple[str, ...]:
+    path = shlex.quote(f"{run.paths.wheels}/{name}")
+    digest = hashlib.sha256(run.lock.wheels[name]).hexdigest()
+    return ("sh", "-c", f"echo {digest} {path} | sha256sum -c --status && echo true")
+
+
+def tools_check(run: Run) -> tuple[str, ...]:
+    return ("sh", "-c", tools_commands(run.paths, run.tools_digest, run.python)[0])
+
+
+def tools_build(run: Run) -> str:
+    place = bundle_place(run)
+    offline = place.on_host if place else None
+    return tools_commands(run.paths, run.tools_digest, run.python, offline)[1]
+
+
+def asks(run: Run) -> Iterator[Ask]:
+    """What the operations of deploy() will ask."""
+    yield from file_asks(lock_files(run))
+    yield ("argv", *tools_check(run))
+    for name in run.lock.wheels:
+        yield ("argv", *wheel_command(run, name))
+    yield ("argv", *status_command(run))
+
+
+def switch_asks(run: Run) -> Iterator[Ask]:
+    yield ("argv", *current_command(run))
+
+
 def deploy(run: Run) -> None:
     paths = run.paths
-    text_files(
-        name="engine: lock files",
-        wanted=[
-            TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text()),
-            TextFile(lock_path(run), run.lock.text),
-            TextFile(
-                f"{paths.etc}/service-env.json",
-                json.dumps(service_env(run.settings, paths), indent=1, sort_keys=True) + "\n",
-            ),
-        ],
+    root_files(
+        name="engine: lock files", wanted=lock_files(run), passing=f"{paths.state}/locks.tar"
     )
     place = bundle_place(run)
     script = run.script("engine")
-    status = ("python3", script, "status", "--env", run.env_dir)
-    check, build = tools_commands(
-        paths, run.tools_digest, run.python, place.on_host if place else None
-    )
     if place is not None:
         bundle_on_host(
             name="engine: the bundle, whole and verified",
             place=place,
             around=paths.bundle,
-            installed=(("sh", "-c", check), status),
+            installed=(tools_check(run), status_command(run)),
             prove=(
                 "python3", run.script("bundle_check"), "--bundle", place.on_host,
                 "--lock", lock_path(run), "--tools", f"{paths.locks}/tools.txt",
@@ -51,12 +89,12 @@ def deploy(run: Run) -> None:
         )  # fmt: skip
     run_unless(
         name="engine: tools (uv, supervisord)",
-        check=("sh", "-c", check),
-        command=build,
+        check=tools_check(run),
+        command=tools_build(run),
         when_ok=bool,
     )
-    for name, content in run.lock.wheels.items():
-        _wheel(run, name, content)
+    for name in run.lock.wheels:
+        _wheel(run, name)
     tools = f"{paths.tools}/current/bin"
     # PyPI has torch for CUDA; its CPU builds are in an index of their own
     proof: tuple[str, ...] = ("--torch-index", "https://download.pytorch.org/whl/cpu")
@@ -64,7 +102,7 @@ def deploy(run: Run) -> None:
         proof = ("--cuda", str(run.lock.cuda), "--gpus", ",".join(expected_gpus(run.report)))
     run_unless(
         name="engine: environment, proven by the ABI check",
-        check=status,
+        check=status_command(run),
         command=(
             "python3", script, "install", "--lock", lock_path(run),
             "--lock-digest", run.lock.digest, "--env", run.env_dir, "--wheels", paths.wheels,
@@ -91,20 +129,19 @@ def switch(run: Run) -> None:
     current, script = run.paths.current, run.script("engine")
     run_unless(
         name="engine: switch to it",
-        check=("sh", "-c", f'[ "$(readlink {current})" = {run.env_dir} ] && echo true'),
+        check=current_command(run),
         command=("python3", script, "switch", "--env", run.env_dir, "--current", current),
         when_ok=bool,
     )
 
 
-def _wheel(run: Run, name: str, content: bytes) -> None:
+def _wheel(run: Run, name: str) -> None:
     """A small wheel of kvhost's own, by the shell: pyinfra's put takes text or files."""
     path = shlex.quote(f"{run.paths.wheels}/{name}")
-    encoded = base64.b64encode(content).decode()
-    digest = hashlib.sha256(content).hexdigest()
+    encoded = base64.b64encode(run.lock.wheels[name]).decode()
     run_unless(
         name="engine: metadata wheel",
-        check=("sh", "-c", f"echo {digest} {path} | sha256sum -c --status && echo true"),
+        check=wheel_command(run, name),
         command=f"echo {encoded} | base64 -d > {path} && chmod 644 {path}",
         when_ok=bool,
     )

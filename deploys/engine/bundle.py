@@ -6,12 +6,11 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyinfra import host
 from pyinfra.api import operation
 
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, shown
+from deploys.common.looks import ask_json
+from deploys.common.operations import Commands, converges, shown
 from deploys.common.send import Sent, send
 from kvhost.bundle import files_to_send, find_bundle
 from kvhost.onhost.bundle_check import MANIFEST
@@ -43,6 +42,7 @@ def bundle_place(run: Run) -> Place | None:
 
 
 @operation()
+@converges
 def bundle_on_host(
     place: Place,
     around: str,
@@ -57,7 +57,7 @@ def bundle_on_host(
     + installed: commands that print true, or {"complete": true}
     + prove: command that fails when the bundle is not whole
     """
-    answers = [host.get_fact(CommandJson, argv=argv) for argv in installed]
+    answers = [ask_json(argv) for argv in installed]
     data = [answer["data"] for answer in answers if answer["status"] == "ok"]
     done = [one for one in data if one is True or (isinstance(one, dict) and one["complete"])]
     if len(done) == len(installed):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deploys.common.context import Run
 from deploys.common.facts import LIBRARY, scripts
-from deploys.common.operations import Directory, TextFile, directories, many_root_files
-from deploys.common.own import own_directories
-from deploys.host.operations import debian_packages, service_user
+from deploys.common.looks import Ask
+from deploys.common.operations import (
+    Directory,
+    TextFile,
+    directories,
+    directory_asks,
+    file_asks,
+    root_files,
+)
+from deploys.common.own import own_directories, own_files_ask, words_for
+from deploys.host.operations import debian_packages, packages_ask, service_user, user_ask
 from kvhost.packages import drive_packages, needed_packages
 
 
@@ -29,23 +39,34 @@ def inside_home(run: Run) -> tuple[str, ...]:
     return (f"{home}/tmp", *(f"{home}/.cache{sub}" for sub in ("", "/numba", "/vllm")))
 
 
-def deploy(run: Run) -> None:
-    debian_packages(
-        name="host: packages",
-        packages=(
-            *needed_packages(run.python, gpu=run.lock.cuda is not None),
-            *drive_packages(run.settings),
-        ),
-        note=f"{run.paths.state}/packages",
+def packages(run: Run) -> tuple[str, ...]:
+    return (
+        *needed_packages(run.python, gpu=run.lock.cuda is not None),
+        *drive_packages(run.settings),
     )
+
+
+def own_scripts(run: Run) -> list[TextFile]:
+    paths = run.paths
+    return [
+        *(TextFile(f"{paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
+        *(TextFile(f"{paths.lib}/{p.name}", p.read_text()) for p in LIBRARY),
+    ]
+
+
+def asks(run: Run) -> Iterator[Ask]:
+    """What the operations of deploy() will ask."""
+    yield packages_ask(packages(run))
+    yield user_ask(run.user)
+    yield from directory_asks(wanted_directories(run))
+    yield from file_asks(own_scripts(run))
+    yield own_files_ask(run, *words_for(inside_home(run)))
+
+
+def deploy(run: Run) -> None:
+    state = run.paths.state
+    debian_packages(name="host: packages", packages=packages(run), note=f"{state}/packages")
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
-    many_root_files(
-        name="host: scripts",
-        wanted=[
-            *(TextFile(f"{run.paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
-            *(TextFile(f"{run.paths.lib}/{p.name}", p.read_text()) for p in LIBRARY),
-        ],
-        passing=f"{run.paths.state}/scripts.tar",
-    )
+    root_files(name="host: scripts", wanted=own_scripts(run), passing=f"{state}/scripts.tar")
     own_directories(name="host: directories in the service's home", run=run, paths=inside_home(run))

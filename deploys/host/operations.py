@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import shlex
 
-from pyinfra import host
 from pyinfra.api import StringCommand, operation
-from pyinfra.facts.deb import DebPackages
-from pyinfra.facts.server import Users
 from pyinfra.operations import apt, server
 
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands
+from deploys.common.looks import Ask, ask, ask_json
+from deploys.common.operations import Commands, converges, refuse
 from kvhost.onhost.pod_start import FIRST_LOGIN_UID
 
 
+def packages_ask(packages: tuple[str, ...]) -> Ask:
+    return ("argv", "dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", "--", *packages)
+
+
+def user_ask(user: str) -> Ask:
+    return ("argv", "getent", "passwd", user)
+
+
 @operation()
+@converges
 def debian_packages(packages: tuple[str, ...], note: str) -> Commands:
     """Installs what is missing of some Debian packages, with a fresh list of packages.
 
     + packages: names
     + note: file on the host that keeps the names of what was installed, for whoever removes kvhost
     """
-    there = host.get_fact(DebPackages) or {}
-    missing = [name for name in packages if name not in there]
+    answer = ask(packages_ask(packages))
+    # dpkg-query(1): 1 = one of the names is not known
+    known = answer["out"].splitlines() if answer and answer["exit"] in (0, 1) else []
+    missing = [name for name in packages if f"{name} installed" not in known]
     if missing:
         yield from apt.update._inner()
         yield from apt.packages._inner(packages=missing, no_recommends=True)
@@ -31,6 +39,7 @@ def debian_packages(packages: tuple[str, ...], note: str) -> Commands:
 
 
 @operation()
+@converges
 def service_user(user: str, home: str) -> Commands:
     """A system account without a login. One that exists is left as it is (the plan has refused
     an account that people log in to). Where its home is there already, on a volume that outlived
@@ -39,9 +48,13 @@ def service_user(user: str, home: str) -> Commands:
     + user: its name
     + home: its home, if it is made
     """
-    if user in (host.get_fact(Users) or {}):
+    answer = ask(user_ask(user))
+    if answer is None or answer["exit"] not in (0, 2):  # getent(1): 2 = not found
+        yield refuse(f"whether there is a user {user} could not be told: {answer}")
         return
-    owner = host.get_fact(CommandJson, argv=("stat", "-c", '{"uid": %u, "gid": %g}', home))
+    if answer["exit"] == 0:
+        return
+    owner = ask_json(("stat", "-c", '{"uid": %u, "gid": %g}', home))
     uid = owner["data"]["uid"] if owner["status"] == "ok" else 0
     if 0 < uid < FIRST_LOGIN_UID:
         gid = owner["data"]["gid"]

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deploys.common.context import Run
+from deploys.common.looks import Ask
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
 from deploys.model.sent import sent_model
 from kvhost._values import is_sent
 from kvhost.services import model_dir, service_env
+
+
+def check_command(run: Run) -> tuple[str, ...]:
+    here = model_dir(run.settings, run.paths)
+    if run.settings.model_source == "builtin":
+        return ("python3", run.script("model_builtin"), "--check", here)
+    return ("cat", f"{here}/.kvhost-complete.json")
+
+
+def asks(run: Run) -> Iterator[Ask]:
+    """What the operations of deploy() will ask."""
+    source, here = run.settings.model_source, model_dir(run.settings, run.paths)
+    if source.startswith("/"):
+        return
+    if source != "builtin":
+        yield ("file", f"{run.paths.secrets}/hf-token")
+        yield ("file", here)
+    yield ("argv", *check_command(run))
 
 
 def deploy(run: Run) -> None:
@@ -17,7 +38,7 @@ def deploy(run: Run) -> None:
         script = run.script("model_builtin")
         run_unless(
             name="model: the built-in one",
-            check=("python3", script, "--check", here),
+            check=check_command(run),
             command=f"python3 {script} --out {here} > /dev/null",
             when_ok=lambda state: bool(state["ok"]),
         )
@@ -52,7 +73,7 @@ def deploy(run: Run) -> None:
     )  # fmt: skip
     run_unless(
         name="model: fetched from the hub",
-        check=("cat", f"{here}/.kvhost-complete.json"),
+        check=check_command(run),
         command=as_service(run.user, env, fetch),
         when_ok=lambda state: state.get("revision") == run.settings.model_revision,
     )

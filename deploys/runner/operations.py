@@ -8,22 +8,23 @@ import shlex
 from io import StringIO
 from typing import Any
 
-from pyinfra import host
 from pyinfra.api import FunctionCommand, StringCommand, operation
-from pyinfra.facts.files import Sha256File
 from pyinfra.operations import files
 
 from deploys.common.back import go_back
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson, JsonFile
 from deploys.common.kept import left
+from deploys.common.looks import ask_file, ask_json, ask_json_file
 from deploys.common.operations import (
     Commands,
+    TextFile,
     connector_arguments,
+    converges,
     executing,
     refuse,
     shown,
     unknown_yet,
+    write_files,
 )
 from deploys.common.ready import ready_commands
 from deploys.common.rendered import (
@@ -64,7 +65,18 @@ def left_over(run: Run, texts: dict[str, str]) -> list[str]:
     )  # fmt: skip
 
 
+def service_file_paths(run: Run) -> list[str]:
+    """Paths of service_texts(), which are known before the namespace is."""
+    described = services_of(run)
+    return [
+        *(f"{run.paths.etc}/{s.name}.json" for s in described),
+        f"{run.paths.etc}/model-digest",
+        *manager_texts(run, described),
+    ]
+
+
 @operation()
+@converges
 def supervisor_takes_it(run: Run) -> Commands:
     """Asks the installed supervisord about its new configuration, before anything in use changes.
 
@@ -74,8 +86,8 @@ def supervisor_takes_it(run: Run) -> Commands:
     if pid1 is not None and pid1.systemd:
         return  # services.py asks systemd about its units
     text = supervisord_conf(run, services_of(run))
-    in_use = host.get_fact(Sha256File, path=f"{run.paths.etc}/supervisord.conf")
-    if in_use == hashlib.sha256(text.encode()).hexdigest():
+    in_use = ask_file(f"{run.paths.etc}/supervisord.conf") or {}
+    if in_use.get("sha256") == hashlib.sha256(text.encode()).hexdigest():
         return
     draft = f"{run.paths.state}/draft.conf"
     yield from files.put._inner(src=StringIO(text), dest=draft, mode="644", create_remote_dir=False)
@@ -84,6 +96,7 @@ def supervisor_takes_it(run: Run) -> Commands:
 
 
 @operation()
+@converges
 def service_files(run: Run) -> Commands:
     """The descriptions that launch.py and supervisord or systemd read.
 
@@ -94,13 +107,10 @@ def service_files(run: Run) -> Commands:
         yield not_resolved(late)
         return
     texts = service_texts(run, late)
-    for path in left_over(run, texts):
-        yield from files.file._inner(path=path, present=False)
-    for path, text in texts.items():
-        yield from files.put._inner(
-            src=StringIO(text), dest=path, user="root", group="root", mode="644",
-            create_remote_dir=False,
-        )  # fmt: skip
+    if gone := left_over(run, texts):
+        yield StringCommand(shlex.join(("rm", "-f", "--", *gone)))
+    wanted = [TextFile(path, text) for path, text in texts.items()]
+    yield from write_files(wanted, f"{run.paths.state}/services.tar")
 
 
 def services_command(run: Run, *words: str) -> tuple[str, ...]:
@@ -109,21 +119,20 @@ def services_command(run: Run, *words: str) -> tuple[str, ...]:
 
 
 @operation()
+@converges
 def services_answer(run: Run) -> Commands:
     """Every service runs with its present configuration, and a request has been answered.
 
     + run: the run of this host
     """
-    state = host.get_fact(CommandJson, argv=services_command(run, "--json", "status"))
+    state = ask_json(services_command(run, "--json", "status"))
     good = state["status"] == "ok" and state["data"]["supervisor_fresh"]
     good = good and all(
         entry["state"] == "RUNNING" and entry["alive"] and entry["current"]
         for entry in state["data"]["services"].values()
     )
     if good:
-        answers = [
-            host.get_fact(CommandJson, argv=command) for command in ready_commands(run, "--once")
-        ]
+        answers = [ask_json(command) for command in ready_commands(run, "--once")]
         if all(one["status"] == "ok" and one["data"]["ready"] for one in answers):
             return
     timeout = str(run.settings.ready_timeout_s)
@@ -141,7 +150,13 @@ def services_answer(run: Run) -> Commands:
     yield FunctionCommand(come_or_go_back, (), {})
 
 
+def proof_path(run: Run) -> str:
+    """The environment's marker, which holds the results of its ABI check."""
+    return f"{run.env_dir}/{ENGINE_MARKER}"
+
+
 @operation()
+@converges
 def receipt(run: Run) -> Commands:
     """What is installed, by digest: the same for two hosts that are the same.
 
@@ -153,12 +168,12 @@ def receipt(run: Run) -> Commands:
         return
     drive = None
     if run.drive_order is not None:
-        known = host.get_fact(JsonFile, path=run.paths.drive)
+        known = ask_json_file(run.paths.drive)
         if known["status"] != "ok":
             yield refuse(f"the drive's state: {known['why']}") if executing() else unknown_yet()
             return
         drive = known["data"]
-    proof = host.get_fact(JsonFile, path=f"{run.env_dir}/{ENGINE_MARKER}")
+    proof = ask_json_file(proof_path(run))
     if proof["status"] != "ok":
         yield refuse(f"the ABI check's results: {proof['why']}") if executing() else unknown_yet()
         return
@@ -179,7 +194,5 @@ def receipt(run: Run) -> Commands:
     )
     if executing():
         left(run.host, json.loads(text))
-    yield from files.put._inner(
-        src=StringIO(text), dest=run.paths.receipt, user="root", group="root", mode="644",
-        create_remote_dir=False,
-    )  # fmt: skip
+    wanted = [TextFile(run.paths.receipt, text)]
+    yield from write_files(wanted, f"{run.paths.state}/receipt.tar")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deploys.common.context import Run
+from deploys.common.looks import Ask
 from deploys.storage.operations import (
+    check_command,
     drive,
     grow_drive,
     nothing_claimed,
@@ -13,6 +17,12 @@ from deploys.storage.operations import (
 )
 
 __all__ = ["deploy", "grow", "nothing_claimed", "nothing_here", "release"]
+
+
+def asks(run: Run) -> Iterator[Ask]:
+    """What the operation of deploy() will ask."""
+    if run.drive_order is not None:
+        yield ("argv", *check_command(run))
 
 
 def deploy(run: Run) -> None:

@@ -7,29 +7,36 @@ import json
 import shlex
 from io import StringIO
 
-from pyinfra import host
 from pyinfra.api import operation
 from pyinfra.operations import files
 
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, refuse, shown
+from deploys.common.looks import ask_json
+from deploys.common.operations import Commands, converges, refuse, shown
 
 
 def order_path(run: Run) -> str:
     return f"{run.paths.state}/drive-order.json"
 
 
+def check_command(run: Run) -> tuple[str, ...]:
+    script = ("python3", run.script("drive_apply"))
+    return (*script, "check", "--state", run.paths.state, "--order-text", order_text(run))
+
+
+def order_text(run: Run) -> str:
+    return json.dumps(run.drive_order, indent=1, sort_keys=True) + "\n"
+
+
 @operation()
+@converges
 def drive(run: Run) -> Commands:
     """The claimed drive is formatted if it is blank, mounted, and as the settings want it.
 
     + run: the run of this host, with an order
     """
-    text = json.dumps(run.drive_order, indent=1, sort_keys=True) + "\n"
-    script = ("python3", run.script("drive_apply"))
-    look = (*script, "check", "--state", run.paths.state, "--order-text", text)
-    answer = host.get_fact(CommandJson, argv=look)
+    text, script = order_text(run), ("python3", run.script("drive_apply"))
+    answer = ask_json(check_command(run))
     if answer["status"] == "ok" and answer["data"].get("ok"):
         return
     yield from files.put._inner(
@@ -42,6 +49,7 @@ def drive(run: Run) -> Commands:
 
 
 @operation()
+@converges
 def nothing_claimed() -> Commands:
     """Fails this host: a run for a drive without a drive."""
     yield refuse("no drive is claimed: set drive_serial or another drive_ setting of this host")
@@ -54,13 +62,14 @@ def nothing_here() -> Commands:
 
 
 @operation()
+@converges
 def release_drive(run: Run) -> Commands:
     """Stops the services, unmounts the drive and takes its line out of fstab; the data stay.
 
     + run: the run of this host
     """
     there = f"[ -e {shlex.quote(run.paths.drive)} ] && echo true || echo false"
-    answer = host.get_fact(CommandJson, argv=("sh", "-c", there))
+    answer = ask_json(("sh", "-c", there))
     if answer["status"] == "ok" and answer["data"] is False:
         return
     base = ("--base", run.paths.base_dir, "--user", run.user)
@@ -70,6 +79,7 @@ def release_drive(run: Run) -> Commands:
 
 
 @operation()
+@converges
 def wipe_drive(run: Run) -> Commands:
     """Takes table and signatures off the released drive, with the token that fits it alone.
 
@@ -90,13 +100,14 @@ def wipe_drive(run: Run) -> Commands:
 
 
 @operation()
+@converges
 def grow_drive(run: Run) -> Commands:
     """Partition and filesystem use all of a disk that became larger.
 
     + run: the run of this host
     """
     argv = ("python3", run.script("drive_grow"), "--state", run.paths.state)
-    answer = host.get_fact(CommandJson, argv=(*argv, "--check"))
+    answer = ask_json((*argv, "--check"))
     if answer["status"] == "ok" and answer["data"]["ok"]:
         return
     yield shown(f"{shlex.join(argv)} > /dev/null")

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deploys.common.context import Run
-from deploys.verify.operations import restart_test, settle
+from deploys.common.looks import Ask
+from deploys.common.rendered import last_namespace, resolved_path
+from deploys.verify.operations import restart_test, settle, settle_command
 from kvhost.journal import tell
+
+
+def asks(run: Run) -> Iterator[Ask]:
+    """What the operations of deploy() will ask."""
+    yield ("text", run.paths.receipt)
+    yield ("text", f"{run.paths.state}/verified.json")
+    if (last := last_namespace(run)) is not None:
+        where = resolved_path(run, last.fields["model_digest"])
+        yield ("argv", *settle_command(run, where, clear=True), "--check")
 
 
 def deploy(run: Run, *, always: bool = False) -> None:

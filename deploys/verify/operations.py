@@ -9,17 +9,18 @@ from datetime import UTC, datetime
 from io import BytesIO, StringIO
 from typing import Any
 
-from pyinfra import context, host, logger
+from pyinfra import context, logger
 from pyinfra.api import FunctionCommand, StringCommand, operation
 from rich.console import Console
 
 from deploys.common.back import go_back
 from deploys.common.context import Run
-from deploys.common.facts import CommandJson, JsonFile
 from deploys.common.kept import judged, keep, left
+from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import (
     Commands,
     connector_arguments,
+    converges,
     executing,
     refuse,
     shown,
@@ -110,6 +111,7 @@ def changed_so_far() -> bool:
 
 
 @operation()
+@converges
 def restart_test(run: Run, asked: bool) -> Commands:
     """Restarts both services between two equal requests and judges what came back.
 
@@ -119,18 +121,18 @@ def restart_test(run: Run, asked: bool) -> Commands:
     + asked: repeat it in any case
     """
     if not executing():
-        verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
+        verified = ask_json_file(f"{run.paths.state}/verified.json")
         if asked or verified["status"] != "ok":
             yield unknown_yet()
         return
     late = look(run)
-    receipt = host.get_fact(JsonFile, path=run.paths.receipt)
+    receipt = ask_json_file(run.paths.receipt)
     if late.resolved is None or receipt["status"] != "ok":
         yield refuse(f"not provisioned: {late.why or receipt['why']}; run deploy.py first")
         return
     left(run.host, receipt["data"])
     digest = hashlib.sha256(json.dumps(receipt["data"], sort_keys=True).encode()).hexdigest()
-    verified = host.get_fact(JsonFile, path=f"{run.paths.state}/verified.json")
+    verified = ask_json_file(f"{run.paths.state}/verified.json")
     known = verified["data"] if isinstance(verified["data"], dict) else {}
     stands = known.get("receipt") == digest and known.get("persisted") == "PASS"
     if not asked and stands and not changed_so_far():
@@ -147,6 +149,7 @@ def restart_test(run: Run, asked: bool) -> Commands:
 
 
 @operation()
+@converges
 def settle(run: Run, clear: bool) -> Commands:
     """What passed is recorded as the last good one; environments that nothing needs any more go.
 
@@ -160,13 +163,15 @@ def settle(run: Run, clear: bool) -> Commands:
     if late.resolved_path is None:
         yield unknown_yet()
         return
-    argv: tuple[str, ...] = ("python3", run.script("generations"), "settle")
-    argv = (*argv, "--base", run.paths.base_dir, "--resolved", late.resolved_path)
-    if not clear:
-        argv = (*argv, "--record-only")
-    state = host.get_fact(CommandJson, argv=(*argv, "--check"))
+    argv = settle_command(run, late.resolved_path, clear=clear)
+    state = ask_json((*argv, "--check"))
     if state["status"] != "ok" or not state["data"]["settled"]:
         yield shown(argv)
+
+
+def settle_command(run: Run, resolved: str, *, clear: bool) -> tuple[str, ...]:
+    argv = ("python3", run.script("generations"), "settle", "--base", run.paths.base_dir)
+    return (*argv, "--resolved", resolved, *(() if clear else ("--record-only",)))
 
 
 def collect(host: Any, run: Run, config: str, out: str) -> int | None:

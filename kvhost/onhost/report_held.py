@@ -307,6 +307,14 @@ def run_lock(base: Path) -> Data:
     return {"content": content, "age_s": max(0.0, time.time() - path.stat().st_mtime)}
 
 
+def last_run(base: Path) -> str:
+    """Run id of the last run that held the lock; "" where an older version left no name."""
+    path = base / "state" / "run.lock.guard"
+    if st(path, follow=False) is None:
+        raise Absent(f"no run was ever begun in {base}")
+    return path.read_text(errors="replace").strip()
+
+
 def services(base: Path) -> list[Data]:
     boot = read("proc/sys/kernel/random/boot_id").strip()
     rows = []
@@ -379,6 +387,7 @@ def kvhost(base: Path, tier_dir: Path, models: Path | None = None) -> Data:
     """``models``: where models lie beside those in base_dir."""
     stores = dict.fromkeys((base / "models", models or base / "models"))
     return {
+        "last_run": part(lambda: last_run(base)),  # first: a run that comes meanwhile is seen later
         "base": part(lambda: base_state(base)),
         "receipt": part(lambda: json_file(base / "state" / "receipt.json")),
         "verified": part(lambda: json_file(base / "state" / "verified.json")),

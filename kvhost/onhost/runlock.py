@@ -3,9 +3,12 @@
 
 take: writes the owner into the lock, unless another holds it. A lock is taken over when its
 run is named by --break, when its controller says that the run is dead (--dead RUN_ID), or when
-nothing refreshed it for 30 minutes. keep: refreshes it. drop: removes it, if it is still ours.
+nothing refreshed it for 30 minutes; with --last not if another run held it since that one, for what
+was looked at without the lock may have changed. keep: refreshes it. drop: removes it, if it is
+still ours.
 A lock that cannot be read counts as held by the run "unreadable" since it was written.
-Exit: 0 done; 1 held by another (its owner is printed; {} when keep finds no lock at all);
+Exit: 0 done; 1 held by another (its owner is printed; {} when keep finds no lock at all; a last
+run that is not the one of --last);
 2 the arguments or the file cannot be used.
 """
 
@@ -87,6 +90,13 @@ def act(args: argparse.Namespace, owner: dict[str, Any]) -> int:
     if not ours and not free:
         print(json.dumps(lock or {}))
         return 1
+    if not ours:
+        last = os.pread(guard, 200, 0).decode(errors="replace").strip()
+        if args.last is not None and last != args.last:
+            print(json.dumps({"last_run": last}))
+            return 1
+        os.ftruncate(guard, 0)
+        os.pwrite(guard, owner["run_id"].encode(), 0)
     now = time.time()
     started = lock.get("started_unix", now) if ours and lock else now
     times = {"refreshed_unix": now, "boot_id": boot_id(), "refreshed_boottime": boottime()}
@@ -101,6 +111,7 @@ def main() -> int:
     parser.add_argument("--owner", required=True, help="JSON with run_id, user, controller, …")
     parser.add_argument("--dead", help="run id that its controller knows to be dead")
     parser.add_argument("--break", dest="break_", help="run id that a person gave up")
+    parser.add_argument("--last", help="take: run id of the last run that is known of, may be ''")
     args = parser.parse_args()
     try:
         owner = json.loads(args.owner)

@@ -89,6 +89,11 @@ class Host:
         return self.folder / "root"
 
     @property
+    def lower(self) -> str:
+        """What it starts from: directories that are read only, the upper first."""
+        return str(self.lab.image)
+
+    @property
     def netns(self) -> str:
         return f"{self.lab.name}-{self.number}"
 
@@ -101,9 +106,7 @@ class Host:
     def make(self) -> None:
         for name in ("root", "upper", "work"):
             (self.folder / name).mkdir(parents=True)
-        options = (
-            f"lowerdir={self.lab.image},upperdir={self.folder}/upper,workdir={self.folder}/work"
-        )
+        options = f"lowerdir={self.lower},upperdir={self.folder}/upper,workdir={self.folder}/work"
         sh("mount", "-t", "overlay", "overlay", "-o", options, str(self.tree))
         (self.tree / "etc/hostname").write_text(self.name + "\n")
         (self.tree / "etc/hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
@@ -286,6 +289,7 @@ class Lab:
     image: Path = field(init=False)
     key: Path = field(init=False)
     hosts: list[Host] = field(default_factory=list)
+    kind: type[Host] = Host
 
     @property
     def name(self) -> str:
@@ -338,7 +342,7 @@ class Lab:
         """A new host. The binds: path on the host -> directory or device of this machine."""
         if not re.fullmatch(r"[a-z][a-z0-9-]{0,20}", name):
             raise LabError(f"no name for a host: {name!r}")
-        made = Host(self, name, len(self.hosts) + 1, binds_ro or {}, binds or {})
+        made = self.kind(self, name, len(self.hosts) + 1, binds_ro or {}, binds or {})
         self.hosts.append(made)
         made.make()
         keys = sorted((self.image / "etc/ssh").glob("ssh_host_*_key.pub"))
