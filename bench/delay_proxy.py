@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -58,10 +59,8 @@ class Proxy:
         except ConnectionError:
             pass
         waiting.put_nowait((loop.time() + self.half, b""))
-        try:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
             await writer
-        except (ConnectionError, OSError):
-            pass  # it was closed meanwhile
 
     async def connected(
         self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -108,10 +107,8 @@ def main() -> None:
     parser.add_argument("--first-port", type=int, required=True)
     parser.add_argument("addresses", nargs="+")
     args = parser.parse_args()
-    try:
+    with contextlib.suppress(RuntimeError):  # stopped: nobody asks any more
         asyncio.run(Proxy(args.delay_ms / 1000).serve(args.first_port, args.addresses))
-    except RuntimeError:
-        pass  # stopped: nobody asks any more
 
 
 if __name__ == "__main__":

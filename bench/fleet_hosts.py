@@ -197,9 +197,8 @@ class Fleet:
         return first
 
     def listens(self, port: int) -> bool:
-        argv = ["/usr/bin/python3", "-c", "import socket, sys; "
-                "socket.create_connection(('127.0.0.1', int(sys.argv[1])), 1)", str(port)]  # fmt: skip
-        return self.lab.run(*argv).returncode == 0
+        script = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)"
+        return self.lab.run("/usr/bin/python3", "-c", script).returncode == 0
 
     def rows(self, hosts: list[Host], first_port: int) -> list[tuple[str, dict[str, object]]]:
         """(name, data) of hosts behind a proxy, for an inventory of pyinfra."""

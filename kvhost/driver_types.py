@@ -6,9 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(
-        defer_build=True, extra="forbid", frozen=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Card(_Model):

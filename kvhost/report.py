@@ -23,9 +23,7 @@ class ReportError(ValueError):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(
-        defer_build=True, frozen=True, extra="forbid", protected_namespaces=()
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Part(_Model, Generic[T]):

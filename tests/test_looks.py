@@ -1,4 +1,4 @@
-"""looks.py answers as the commands themselves would; a run asks once, until it changes something."""
+"""looks.py answers as the commands would; a run asks once, until it changes something."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ def asks(run: Run) -> Iterator[Ask]:
     if source.startswith("/"):
         return
     if source != "builtin":
+        yield ("file", run.settings.resolved_model_dir)
         yield ("file", f"{run.paths.secrets}/hf-token")
         yield ("file", here)
     yield ("argv", *check_command(run))

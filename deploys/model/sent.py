@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pyinfra import host
 from pyinfra.api import StringCommand, operation
 
 from deploys.common.context import REPO
-from deploys.common.facts import CommandJson
-from deploys.common.operations import Commands, refuse, shown
+from deploys.common.looks import ask_json
+from deploys.common.operations import Commands, converges, refuse, shown
 from deploys.common.send import Sent, send
 from kvhost._values import SENT
 from kvhost.onhost.bundle_check import file_digest
@@ -58,6 +57,7 @@ def files_of(source: str) -> list[Sent]:
 
 
 @operation()
+@converges
 def sent_model(source: str, here: str, script: str, state: str) -> Commands:
     """A model of the controller's at its place on the host, whole.
 
@@ -70,7 +70,7 @@ def sent_model(source: str, here: str, script: str, state: str) -> Commands:
     if not wanted:
         yield refuse(f"model_source: {why}")
         return
-    answer = host.get_fact(CommandJson, argv=("cat", f"{here}/{MARKER}"))
+    answer = ask_json(("cat", f"{here}/{MARKER}"))
     found: Any = answer["data"] if answer["status"] == "ok" else None
     if isinstance(found, dict) and found.get("digest") == wanted:
         return
