@@ -1,6 +1,6 @@
 """The whole run: `pyinfra inventory.py deploy.py`. Every stage says "no change" the second time."""
 
-from deploys import cache, engine, model, runner, storage, verify
+from deploys import cache, driver, engine, model, runner, storage, verify
 from deploys import host as host_stage
 from deploys.common.back import finish_way_back
 from deploys.common.prepare import prepare
@@ -29,6 +29,7 @@ else:
     finish_way_back(name="host: a way back that was broken off", run=run)
     host_stage.deploy(run)
     storage.deploy(run)
+    driver.deploy(run)
     engine.deploy(run)
     model.deploy(run)
     cache.check(run)

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from kvhost._drive_combinations import drive_problems
+from kvhost._driver_values import driver_problems
 from kvhost._problems import Problem
 from kvhost._runner_combinations import runner_problems
 from kvhost._values import is_hub_id, is_loopback
@@ -38,6 +39,7 @@ def combination_problems(
     yield from _key_beyond_loopback(settings, api_key_in_env)
     yield from runner_problems(settings)
     yield from drive_problems(settings)
+    yield from driver_problems(settings)
 
 
 _Found = Iterator[tuple[frozenset[str], Problem]]

@@ -1,7 +1,8 @@
 """Is the NVIDIA driver of a host good for a lock, and if not, what is the one thing to do? Pure.
 
-A driver that works is adopted as it is. kvhost installs none in this version: a refusal says which,
-in which flavour, and how, and never "the latest", which may have dropped the card. Of causes that
+A driver that works is adopted as it is. A refusal says which one to install, in which flavour, and
+how, and never "the latest", which may have dropped the card; with driver_install kvhost does it
+(driver_mend.py). Of causes that
 hide each other the first one to mend is named, so that nobody reinstalls where a reboot is needed.
 """
 
@@ -22,11 +23,13 @@ from kvhost.report import HostReport
 
 @dataclass(frozen=True)
 class Decision:
-    """`words`: what would be used, for the plan. With any refusal the GPU cannot be used."""
+    """`words`: what would be used, for the plan. With any refusal the GPU cannot be used.
+    `host`: what was judged; None without a GPU."""
 
     words: str
     refusals: tuple[Refusal, ...]
     notes: tuple[str, ...]
+    host: Host | None = None
 
 
 def decide(
@@ -48,7 +51,7 @@ def decide(
     words = f"driver {loaded.version}, " if loaded else "no driver, "
     if loaded and not refusals:
         words = f"driver {loaded.version} as it is, "
-    return Decision(words + host.names(), tuple(refusals), tuple(_notes(host, every)))
+    return Decision(words + host.names(), tuple(refusals), tuple(_notes(host, every)), host)
 
 
 def expected_gpus(report: HostReport) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvhost.driver_cards import Chip, chip_of
+from kvhost.driver_cards import Chip, Flavour, chip_of
 from kvhost.driver_types import Card, DriverFacts
 from kvhost.matrix import LockInfo, Matrix
 from kvhost.plan_types import Refusal
 
-NOT_IN_THIS_VERSION = "kvhost does not install drivers in this version"
+OPT_IN = "driver_install = true lets kvhost do it"
 OR_CPU = 'or accelerator = "cpu" to leave the GPU alone'
 STEPS = (
     "docs.nvidia.com/datacenter/tesla/driver-installation-guide has the steps for each distribution"
@@ -67,16 +67,23 @@ def names_of(cards: Sequence[Card], facts: DriverFacts) -> str:
     return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in words.items())
 
 
-def how_to_install(host: Host, branch: int | None = None) -> str:
-    """Which driver to install by hand: a branch that drives the cards, in their flavour."""
-    best = branch or host.lock.driver_best or 0
+def wanted_driver(host: Host, *, dropped: bool = False) -> tuple[int, Flavour]:
+    """(branch, flavour) that drives the cards; ``dropped``: the newest branches do not."""
+    lasts = [chip.last_branch for chip in host.chips if chip.last_branch] if dropped else []
+    branch = min(lasts, default=host.lock.driver_best or 0)
     flavours = {chip.flavour for chip in host.chips}
-    needs_old = "proprietary" in flavours
+    return branch, "proprietary" if "proprietary" in flavours else "open"
+
+
+def how_to_install(host: Host, branch: int | None = None) -> str:
+    """Which driver to install: a branch that drives the cards, in their flavour."""
+    best, flavour = wanted_driver(host)
+    best, needs_old = branch or best, flavour == "proprietary"
     ubuntu = f"nvidia-driver-{best}-server{'' if needs_old else '-open'}"
     debian = "cuda-drivers" if needs_old else "nvidia-open"
     kind = "proprietary" if needs_old else "open"
     return (
-        f"{NOT_IN_THIS_VERSION}: install branch {best}, {kind} module (Ubuntu: apt-get install "
+        f"install branch {best}, {kind} module (Ubuntu: apt-get install "
         f"{ubuntu}; from NVIDIA's repository: apt-get install nvidia-driver-pinning-{best}, then "
-        f"{debian}; {STEPS})"
+        f"{debian}; {STEPS}); {OPT_IN}"
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvhost.driver_host import OR_CPU, Host, branch_of, chip_at, how_to_install, refusal
+from kvhost.driver_host import (
+    OR_CPU,
+    Host,
+    branch_of,
+    chip_at,
+    how_to_install,
+    refusal,
+    wanted_driver,
+)
 from kvhost.plan_types import Refusal
 
 REJECTED = ("rejected", "unavailable key", "required key", "verification failed")
@@ -117,8 +125,7 @@ def drops_all(host: Host, branch: int) -> bool:
 
 
 def dropped_refusal(host: Host, version: str) -> Refusal:
-    lasts = [chip.last_branch for chip in host.chips if chip.last_branch]
-    last = min(lasts, default=host.lock.driver_best or 0)
+    last, _ = wanted_driver(host, dropped=True)
     return refusal(
         "driver_dropped_card",
         "this driver is too new for the GPU: its branch has dropped it",

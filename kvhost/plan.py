@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvhost._values import is_sent
-from kvhost.plan_accelerator import accelerator_action, accelerator_notes
+from kvhost.plan_accelerator import accelerator_actions, accelerator_notes
 from kvhost.plan_drives import drive_actions, drive_notes
 from kvhost.plan_host import (
     alive,
@@ -138,7 +138,7 @@ def _storage(settings: Settings, report: HostReport, facts: PlanInputs) -> list[
         if key == "tier_dir" and settings.limit_gib is None:
             what += f", for all of the drive but {settings.free_floor_gib:g} GiB"
         actions.append(Action("storage", what, _state(disk, there)))
-    return [*actions, accelerator_action(settings, report, facts)]
+    return [*actions, *accelerator_actions(settings, report, facts)]
 
 
 def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Action]:

@@ -21,13 +21,17 @@ def decision_of(report: HostReport, lock: LockInfo, matrix: Matrix) -> Decision 
     return decide(report.driver.data, lock, matrix, inside)
 
 
-def accelerator_action(settings: Settings, report: HostReport, facts: PlanInputs) -> Action:
+def accelerator_actions(
+    settings: Settings, report: HostReport, facts: PlanInputs
+) -> Iterator[Action]:
     what = "the CPU engine, no accelerator"
     if settings.accelerator == "auto" and report.gpu.data:
         what = "the CPU engine: accelerator = auto, and no NVIDIA GPU was found here"
     if facts.cuda is not None:
         what = facts.driver.words if facts.driver else "a GPU, of which nothing is known"
-    return Action("accelerator", what, "keep")
+    yield Action("accelerator", what, "keep")
+    if facts.mend is not None:
+        yield Action("accelerator", facts.mend.words, "change", facts.mend.cost)
 
 
 def accelerator_refusals(
@@ -41,6 +45,9 @@ def accelerator_refusals(
     if facts.driver is None:
         yield unreadable("accelerator", "the GPU's driver", report.driver.why)
         return
+    if facts.mend is not None:
+        yield from facts.mend.refusals
+        return  # what fits into the GPU is asked once its driver answers
     yield from facts.driver.refusals
     if not facts.driver.refusals:
         yield from gpu_refusals(settings, report, facts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvhost.driver import Decision
+    from kvhost.driver_mend import Mend
 
 Stage = Literal[
     "host", "storage", "accelerator", "engine", "model", "cache", "runner", "verify"
@@ -47,7 +48,8 @@ class PlanInputs:
     `lock_pythons`: "3.11", … that a lock exists for. `lock_arch`: as `uname -m` says it.
     `lock_refusals`: what stands against the lock, from plan_lock. `bundle_refusals`: against the
     bundle on the controller, from bundle. `lock_state`: what was run with
-    it. `cuda`: the major that it is for, None for the CPU. `driver`: what is decided of the GPU's.
+    it. `cuda`: the major that it is for, None for the CPU. `driver`: what is decided of the GPU's,
+    `mend`: what would be done about it.
     `model`: None while it is not known (before a download). `engine_config`: the resolved
     configuration whose digest is `engine_config_digest`, to say what makes a namespace new; None
     while it is not known. `rendered`: sha256 by path, below bin/ and etc/ of base_dir, of what
@@ -79,6 +81,7 @@ class PlanInputs:
     cuda: int | None = None
     driver: Decision | None = None
     derived: tuple[str, ...] = ()
+    mend: Mend | None = None
 
 
 @dataclass(frozen=True)

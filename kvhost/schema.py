@@ -21,6 +21,7 @@ from kvhost._unsupported import (
     runner_in_this_version,
 )
 from kvhost.paths import HostPaths
+from kvhost.schema_driver import DriverSettings
 from kvhost.schema_runners import RunnerSettings
 
 DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
@@ -51,7 +52,7 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(RunnerSettings):
+class Settings(RunnerSettings, DriverSettings):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
     Types are strict: a whole number may stand for a number, nothing else is converted. A key for

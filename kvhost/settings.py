@@ -98,6 +98,14 @@ def validate_hosts(
 
 def _reboots_the_controller(host: str, settings: Settings) -> list[Problem]:
     """pyinfra's name of the machine that it runs on is @local."""
+    if settings.driver_reboot and host.startswith("@local"):
+        return [
+            Problem(
+                "driver_reboot",
+                "the machine that kvhost itself runs on cannot be rebooted in the middle of a run",
+                "driver_reboot = false: the run says when to reboot, and the next one goes on",
+            )
+        ]
     asked = "reboot" in settings.verify_events and host.startswith("@local")
     if not asked or settings.reboot_local:
         return []

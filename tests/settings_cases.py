@@ -94,11 +94,20 @@ DEFAULTS: dict[str, object] = {
     "drive_adopt": False,
     "drive_encrypt": False,
     "drive_ephemeral": False,
+    "driver_install": False,
+    "driver_reboot": False,
+    "driver_version": None,
+    "driver_repository": None,
+    "driver_repository_key": None,
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
     "model_revision": {"model_source": "org/name"},
     "api_host": {"api_key_file": "secrets/api_key"},
+    "driver_reboot": {"driver_install": True},
+    "driver_version": {"driver_install": True},
+    "driver_repository": {"driver_install": True, "driver_repository_key": "key.asc"},
+    "driver_repository_key": {"driver_install": True, "driver_repository": "http://m/"},
     **{
         key: {"drive_model": "Disk*"}
         for key in (
@@ -315,6 +324,16 @@ REFUSED: list[tuple[str, object, str]] = [
     ("drive_erase", "yes", "the token that the refusal of the plan prints"),
     ("drive_erase", "erase-0123", "the token that the refusal of the plan prints"),
     ("drive_adopt", "yes", "must be true or false"),
+    # the driver
+    ("driver_install", "yes", "must be true or false"),
+    ("driver_version", "580", "must be a whole version of the driver"),
+    ("driver_version", "580.95.05-1", "must be a whole version of the driver"),
+    ("driver_repository", "ftp://m/x", "must be the address of a flat apt repository"),
+    ("driver_repository", "https:///x", "must be the address of a flat apt repository"),
+    ("driver_repository", "https://ann:pw@m/x", "holds a user or a password"),
+    ("driver_repository", "https://m/x y", "has a space"),
+    ("driver_repository", "https://m/x?a=1", "must be the address of a flat apt repository"),
+    ("driver_repository_key", "", "is empty"),
 ]
 
 
@@ -474,5 +493,17 @@ COMBINATIONS: list[Combination] = [
         {"drive_serial": "S1x", "drive_erase": f"erase-{'0' * 32},erase-{'1' * 32}"},
         "drive_erase, drive_count",
         "one drive is claimed",
+    ),
+    (
+        {"driver_install": True, "driver_repository": "http://m/"},
+        "driver_repository, driver_repository_key",
+        "only with the key",
+    ),
+    ({"driver_reboot": True}, "driver_reboot, driver_install", "none may be"),
+    ({"driver_version": "580.95.05"}, "driver_version, driver_install", "none may be"),
+    (
+        {"driver_install": True, "accelerator": "cpu"},
+        "driver_install, accelerator",
+        "the GPU is left alone",
     ),
 ]

@@ -17,6 +17,7 @@ from kvhost import (
     claim,
     claim_reasons,
     driver,
+    driver_mend,
     driver_module,
     plan_accelerator,
     plan_drives,
@@ -106,6 +107,7 @@ def refusal_codes() -> Iterator[str]:
         plan_accelerator,
         plan_gpus,
         driver,
+        driver_mend,
         driver_module,
         plan_drives,
     ):

@@ -152,6 +152,15 @@ def test_the_controller_is_rebooted_only_with_consent() -> None:
     assert (problem.key, list(hosts)) == ("verify_events, reboot_local", ["@local"])
 
 
+def test_the_driver_of_the_controller_itself_is_not_rebooted_for() -> None:
+    data = {"driver_install": True, "driver_reboot": True}
+    assert validate_hosts({"web-1": data}, frozenset(), {})["web-1"].driver_reboot
+    with pytest.raises(SettingsError) as caught:
+        validate_hosts({"web-1": data, "@local": data}, frozenset(), {})
+    [(problem, hosts)] = caught.value.problems.items()
+    assert (problem.key, list(hosts)) == ("driver_reboot", ["@local"])
+
+
 def test_a_key_in_the_environment_opens_the_api() -> None:
     data: dict[str, object] = {"api_host": "0.0.0.0"}
     assert check(data, {"KVHOST_API_KEY": "k"}).api_host == "0.0.0.0"
@@ -231,8 +240,14 @@ STAYS_ON_THE_CONTROLLER = {
     "remove_models",
     *("verify", "verify_prompt_tokens", "verify_min_hit"),
     *("verify_events", "reboot_local"),
+    *("driver_install", "driver_reboot", "driver_version", "driver_repository"),
+    "driver_repository_key",
     *("drive_adopt", "drive_blank_check", "drive_erase"),
 }
+
+
+#: set with their companion, or not at all
+TOGETHER = ("model_revision", "driver_repository", "driver_repository_key")
 
 
 # The runner and the kind of cache have one value only in this version.
@@ -240,7 +255,7 @@ STAYS_ON_THE_CONTROLLER = {
 def test_the_digest_follows_what_reaches_the_host_and_nothing_else(key: str) -> None:
     value = "other" if key == "service_user" else field_notes(key)["example"]
     companions = COMPANIONS.get(key, {})
-    without = check(companions if key != "model_revision" else {})
+    without = check(companions if key not in TOGETHER else {})
     with_it = check({key: value, **companions})
     same = settings_digest(without) == settings_digest(with_it)
     assert same == (key in STAYS_ON_THE_CONTROLLER)

@@ -40,7 +40,7 @@ WantedBy=multi-user.target
 DEPLOY = """
 import types
 from pyinfra.api import FunctionCommand, operation
-from deploys.verify.reboot import identity, reboot
+from deploys.common.reboot import identity, reboot
 
 run = types.SimpleNamespace(host="one", settings=types.SimpleNamespace(ready_timeout_s=90))
 

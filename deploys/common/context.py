@@ -62,6 +62,8 @@ class Run(Visit):
     hf_token: Secret | None
     #: what onhost/drive_apply.py is to do with the claimed drive; None where none is claimed
     drive_order: dict[str, Any] | None = None
+    #: what onhost/driver_apply.py is to do about the GPU's driver; None where it is adopted
+    driver_order: dict[str, Any] | None = None
 
     @property
     def systemd(self) -> bool:

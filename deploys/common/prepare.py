@@ -22,6 +22,8 @@ from deploys.common.runlock import is_dead
 from kvhost.bundle import bundle_refusals
 from kvhost.derive import derived
 from kvhost.drive_order import drive_order
+from kvhost.driver_mend import mend_of
+from kvhost.driver_sources import MirrorError, mirror_of
 from kvhost.journal import tell
 from kvhost.locks import EngineLock, LockError, read_lock
 from kvhost.locks import tools_digest as digest_of_tools
@@ -31,7 +33,7 @@ from kvhost.namespace import digest_of, predicted_fields, predicted_versions
 from kvhost.onhost import model_builtin
 from kvhost.packages import drive_packages, needed_packages
 from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
-from kvhost.plan_accelerator import decision_of
+from kvhost.plan_accelerator import accelerator_refusals, decision_of
 from kvhost.plan_drives import claim_of, drive_notes
 from kvhost.plan_host import installed, minor
 from kvhost.plan_lock import choose_lock
@@ -129,8 +131,8 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     keep_journal()
     try:
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
-        matrix = load_matrix(REPO / "locks")
-    except (SecretError, LockError) as error:
+        matrix, mirror = load_matrix(REPO / "locks"), mirror_of(settings)
+    except (SecretError, LockError, MirrorError) as error:
         raise DeployError(f"{host.name}: {error}") from error
     try:
         report = gather(settings)
@@ -152,13 +154,17 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     except LockError as error:
         raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
+    decision = decision_of(report, info, matrix)
+    # a run that installs nothing installs no driver
+    mend = None if only_refusals else mend_of(settings, report, decision, mirror)
     inputs = replace(
         plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key),
         lock_state=info.state,
         bundle_refusals=against_bundle(settings, report, lock),
         cuda=info.cuda,
-        driver=decision_of(report, info, matrix),
         derived=why_derived,
+        driver=decision,
+        mend=mend,
     )
     plan = make_plan(settings, report, inputs)
     if stages is not None:
@@ -185,6 +191,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         with_key=with_key,
         hf_token=token,
         drive_order=drive_order(settings, claimed) if claimed else None,
+        driver_order=mend.order if mend else None,
     )
 
 
@@ -199,6 +206,19 @@ def against_bundle(settings: Settings, report: HostReport, lock: EngineLock) -> 
     if have and kvhost is not None and installed(kvhost.tools, digest_of_tools(REPO / "locks")):
         return ()
     return tuple(bundle_refusals(where, lock, tools.read_text(encoding="utf-8")))
+
+
+def against_the_gpu(run: Run) -> tuple[Refusal, ...]:
+    """What stands against the GPU now, decided anew of a new report. Raises ReportError."""
+    report = gather(run.settings)
+    matrix = load_matrix(REPO / "locks")
+    info = matrix.locks[run.lock.name]
+    facts = replace(
+        plan_inputs(run.settings, report, info, run.lock, (), with_key=run.with_key),
+        cuda=info.cuda,
+        driver=decision_of(report, info, matrix),
+    )
+    return tuple(accelerator_refusals(run.settings, report, facts))
 
 
 def visit() -> Visit | None:

@@ -27,8 +27,8 @@ from deploys.common.operations import (
     unknown_yet,
 )
 from deploys.common.ready import ready_command
+from deploys.common.reboot import reboot
 from deploys.common.rendered import Late, look
-from deploys.verify.reboot import reboot
 from kvhost.evidence_model import parse_events
 from kvhost.reports import (
     check_writable,

@@ -42,6 +42,8 @@ TOOLS = {
     "ssh": "openssh-client",
     "mkfs.ext4": "e2fsprogs",
     "faketime": "faketime",
+    "gpg": "gpg",
+    "gpg-agent": "gpg-agent",
 }
 
 
