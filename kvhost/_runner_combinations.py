@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvhost._problems import Problem
+from kvhost._problems import Problem, short
 from kvhost._runner_args import count_flag
 
 if TYPE_CHECKING:
@@ -23,6 +23,18 @@ def runner_problems(s: Settings) -> _Found:
     yield from _bounds(s)
     yield from _counts(s)
     yield from _shares(s)
+    yield from _tested(s)
+
+
+def _tested(s: Settings) -> _Found:
+    names = [entry.name for entry in s.more_runners]
+    if s.verify_runner is not None and s.verify_runner not in names:
+        there = f"there are {', '.join(names)}" if names else "there is only the first"
+        yield _found(
+            ("verify_runner", "more_runners"),
+            f"no further runner is called {short(s.verify_runner)}; {there}",
+            f"verify_runner = {names[0]!r}" if names else "verify_runner left out",
+        )
 
 
 def _names(s: Settings) -> _Found:

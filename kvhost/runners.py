@@ -49,6 +49,12 @@ def runners_of(settings: Settings) -> tuple[Runner, ...]:
     return tuple(found)
 
 
+def asked_runner(settings: Settings) -> Runner:
+    """The runner that the restart test asks and restarts."""
+    name = FIRST if settings.verify_runner is None else f"{FIRST}-{settings.verify_runner}"
+    return next(one for one in runners_of(settings) if one.service == name)
+
+
 def ranks(settings: Settings) -> int:
     """GPUs (on a CPU: worker processes) of one runner: tensor times pipeline parallelism."""
     return settings.tensor_parallel_size * pipeline(settings)

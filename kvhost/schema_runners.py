@@ -101,3 +101,11 @@ class RunnerSettings(DriveSettings):
         "gpu_memory_share and engine_kv_gib of its own.",
         example=[{"name": "second", "api_port": 8001}],
     )
+    verify_runner: str | None = setting(
+        _GPUS,
+        None,
+        "Name of the further runner that the restart test asks and restarts; without it, the first "
+        "runner.",
+        example="second",
+        reaches_host=False,
+    )

@@ -79,6 +79,7 @@ DEFAULTS: dict[str, object] = {
     "gpus": [],
     "gpu_memory_share": None,
     "more_runners": [],
+    "verify_runner": None,
     "drive_by_id": None,
     "drive_serial": None,
     "drive_wwn": None,
@@ -102,6 +103,7 @@ DEFAULTS: dict[str, object] = {
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
+    "verify_runner": {"more_runners": [{"name": "second", "api_port": 8001}]},
     "model_revision": {"model_source": "org/name"},
     "api_host": {"api_key_file": "secrets/api_key"},
     "driver_reboot": {"driver_install": True},

@@ -13,7 +13,7 @@ import pytest
 
 from kvhost.onhost import ready
 from kvhost.plan import ModelNeed, Plan, make_plan, planned
-from kvhost.runners import of_a_runner, runners_of
+from kvhost.runners import asked_runner, of_a_runner, runners_of
 from kvhost.services import services, vllm_config
 from kvhost.settings import Settings, settings_digest
 from kvhost.units import unit_text
@@ -93,6 +93,8 @@ def two(**more: Any) -> Settings:
             },
             "1.00 together, more than 0.95",
         ),
+        ({"verify_runner": "third"}, "there is only the first"),
+        ({"verify_runner": "third", "more_runners": [SECOND]}, "there are second"),
         ({"runner_extra_args": ["-tp", "2"]}, "from the setting tensor_parallel_size"),
     ],
 )
@@ -126,9 +128,21 @@ def test_an_entry_takes_the_rest_from_its_host_but_no_gpu() -> None:
     assert (own.gpus, own.gpu_memory_share, own.max_model_len) == ([], None, 16384)
 
 
-def test_a_receipt_of_before_stays_what_it_is() -> None:
-    of_before = "d3c73df8391da034398575c767dd277853ce45a9a7181cb7fa6359519551bfcf"
-    assert settings_digest(check({})) == of_before
+def test_the_restart_test_asks_the_first_unless_another_is_named() -> None:
+    assert asked_runner(two()).service == "runner"
+    chosen = asked_runner(check({"more_runners": [SECOND], "verify_runner": "second"}))
+    assert (chosen.service, chosen.settings.api_port) == ("runner-second", 8001)
+
+
+def test_the_digest_of_one_runner_is_what_it_was_before_there_could_be_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digested: list[dict[str, Any]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "dumps", lambda data, **_: digested.append(data) or "")
+        settings_digest(check({}))
+    ours = {"more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size", "verify_runner"}
+    assert not ours & set(digested[0])
     assert settings_digest(two()) != settings_digest(check({}))
     assert settings_digest(check({"tensor_parallel_size": 2})) != settings_digest(check({}))
 

@@ -238,6 +238,7 @@ STAYS_ON_THE_CONTROLLER = {
     "retry_failed",
     "remove_cache",
     "remove_models",
+    "verify_runner",
     *("verify", "verify_prompt_tokens", "verify_min_hit"),
     *("verify_events", "reboot_local"),
     *("driver_install", "driver_reboot", "driver_version", "driver_repository"),

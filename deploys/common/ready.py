@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploys.common.context import Visit
-from kvhost.runners import runners_of
+from kvhost.runners import asked_runner, runners_of
 from kvhost.services import ready_argv
 
 
@@ -19,5 +19,7 @@ def ready_commands(run: Visit, *words: str) -> tuple[tuple[str, ...], ...]:
 
 
 def ready_command(run: Visit, *words: str) -> tuple[str, ...]:
-    """For the first runner alone."""
-    return (*ready_argv(run.settings, run.paths, with_key=run.with_key), *words)
+    """For the runner alone that the restart test asks."""
+    one = asked_runner(run.settings)
+    argv = ready_argv(one.settings, run.paths, with_key=run.with_key, name=one.service)
+    return (*argv, *words)

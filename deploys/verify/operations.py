@@ -30,6 +30,7 @@ from deploys.common.ready import ready_command
 from deploys.common.reboot import reboot
 from deploys.common.rendered import Late, look
 from kvhost.evidence_model import parse_events
+from kvhost.onhost.ready import own_requests
 from kvhost.reports import (
     check_writable,
     latest_report,
@@ -38,6 +39,7 @@ from kvhost.reports import (
     tell_summary,
     write_report,
 )
+from kvhost.runners import asked_runner
 from kvhost.second_pair import second_pair
 from kvhost.services import api_key_path, api_url, served_name
 from kvhost.verdict import judge
@@ -52,8 +54,10 @@ SPECIAL_IDS = 20
 
 def evidence_config(run: Run, late: Late) -> dict[str, Any]:
     """What onhost/evidence.py is told (its docstring is the schema)."""
-    paths, settings = run.paths, run.settings
+    paths, runner = run.paths, asked_runner(run.settings)
+    settings = runner.settings
     api = api_url(settings)
+    names = {"cache": "cache", "runner": runner.service}
     vocab_size = int((late.resolved or {})["vocab_size"])
     restart = ["python3", run.script("services"), "--base", paths.base_dir, "--user", run.user]
     return {
@@ -63,14 +67,14 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         "model": served_name(settings),
         "api_key_file": api_key_path(paths) if run.with_key else None,
         "namespace_dir": late.namespace_dir(run),
-        "own_requests": f"{paths.state}/own-requests.json",
+        "own_requests": own_requests(paths.state, runner.service),
         "services": {
-            name: {
+            role: {
                 "record": f"{paths.run}/{name}.json",
                 "restart": [*restart, "restart", name],
                 "log": f"{paths.log}/{name}.log",
             }
-            for name in ("cache", "runner")
+            for role, name in names.items()
         },
         # the reboot last: what comes before it must not have to survive it
         "events": sorted(settings.verify_events, key=lambda event: event == "reboot"),

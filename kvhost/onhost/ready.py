@@ -120,15 +120,15 @@ def read_json(path: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def own_requests(base: str, runner: str) -> str:
-    """The file with their number, one a runner."""
-    return os.path.join(base, "state", f"own-requests{runner[len(RUNNER) :]}.json")
+def own_requests(state: str, runner: str) -> str:
+    """The file in state/ with their number, one a runner."""
+    return os.path.join(state, f"own-requests{runner[len(RUNNER) :]}.json")
 
 
 def count_own_request(base: str, name: str) -> None:
     """kvhost's own requests are told apart from those of a server in use (see evidence.py)."""
     runner = read_json(os.path.join(base, "run", f"{name}.json"))
-    path = own_requests(base, name)
+    path = own_requests(os.path.join(base, "state"), name)
     own = read_json(path)
     who = {"pid": runner.get("pid"), "start_ticks": runner.get("start_ticks")}
     same = all(own.get(key) == value for key, value in who.items())
