@@ -138,8 +138,13 @@ def test_the_digest_of_one_runner_is_what_it_was_before_there_could_be_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     digested: list[dict[str, Any]] = []
+
+    def dumps(data: dict[str, Any], **_: object) -> str:
+        digested.append(data)
+        return ""
+
     with monkeypatch.context() as patched:
-        patched.setattr(json, "dumps", lambda data, **_: digested.append(data) or "")
+        patched.setattr(json, "dumps", dumps)
         settings_digest(check({}))
     ours = {"more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size", "verify_runner"}
     assert not ours & set(digested[0])
