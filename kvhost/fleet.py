@@ -318,7 +318,7 @@ def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secr
             loc = ("hosts", name, key)
             where = str(fleet.folder / ref.file) if ref.file else None
             try:
-                secret = read_secret(_named(loc), where, ref.env or "", env)
+                secret = read_secret(_named(loc), where, ref.env or "", env, word=False)
             except SecretError as error:
                 what = str(error).removeprefix(f"{_named(loc)}: ")
                 faults.append(Fault(line_of(root, loc), _named(loc), what, "a file, chmod 600"))

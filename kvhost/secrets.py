@@ -48,16 +48,19 @@ def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:
     return read_secret("hf_token_file", settings.hf_token_file, HF_TOKEN_VARIABLE, env)
 
 
-def read_secret(key: str, path: str | None, variable: str, env: Mapping[str, str]) -> Secret | None:
-    """From a file, else from a variable of `env`, else None. Raises `SecretError`."""
+def read_secret(
+    key: str, path: str | None, variable: str, env: Mapping[str, str], *, word: bool = True
+) -> Secret | None:
+    """From a file, else from a variable of `env`, else None; not a `word`: it may have spaces, as
+    passwords do. Raises `SecretError`."""
     if path is not None:
         try:
             file = Path(path).expanduser()
         except RuntimeError:
             raise SecretError(f"{key}: ~ leads to no home directory on the controller") from None
-        return _usable(_file_text(key, file), f"{key}: {file}")
+        return _usable(_file_text(key, file), f"{key}: {file}", word)
     if variable in env:
-        return _usable(env[variable], f"{variable} in the controller's environment")
+        return _usable(env[variable], f"{variable} in the controller's environment", word)
     return None
 
 
@@ -92,11 +95,15 @@ def _file_text(key: str, file: Path) -> str:
         raise SecretError(f"{key}: {file} has bytes in it that are not ASCII") from None
 
 
-def _usable(text: str, where: str) -> Secret:
+def _usable(text: str, where: str, one_word: bool) -> Secret:
     """One word of visible ASCII, as it is sent in a header; a newline at its end is dropped."""
     word = text.removesuffix("\n").removesuffix("\r")
     if not word:
         raise SecretError(f"{where} is empty; put the secret into it, or take it away")
+    if not one_word:
+        if not word.isprintable():
+            raise SecretError(f"{where} has a newline or another control character inside")
+        return Secret(word)
     if not (word.isascii() and word.isprintable() and " " not in word):
         raise SecretError(
             f"{where} has a space, a newline, a control character or one beyond ASCII inside; it "
