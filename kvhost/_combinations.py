@@ -11,12 +11,12 @@ from kvhost._driver_values import driver_problems
 from kvhost._problems import Problem
 from kvhost._runner_combinations import runner_problems
 from kvhost._values import is_hub_id, is_loopback
+from kvhost.basics import API_KEY_VARIABLE
 from kvhost.paths import HostPaths
 
 if TYPE_CHECKING:
     from kvhost.schema import Settings
 
-API_KEY_VARIABLE = "KVHOST_API_KEY"
 ANSWER_TOKENS = 16  # the greedy tokens that the verdict compares, after the prompt
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -15,11 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhost import asking
+from kvhost.basics import printable
+from kvhost.cli_up import Runner
 from kvhost.plan_types import size
-from kvhost.verdict_view import printable
-
-#: runs a deploy file: (inventory, deploy, arguments) -> exit code
-Runner = Callable[[str, str, tuple[str, ...]], int]
 
 
 def ask(
@@ -36,7 +33,7 @@ def ask(
         return code, asking.answers(folder)
 
 
-def service_names(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+def service_names(given: tuple[str, ...]) -> tuple[str, ...]:
     """Names of services as they are, whichever runners a host has. Raises click.BadParameter."""
     for name in given:
         if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|pruner|supervisord", name):

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhost import journal, receipts
-from kvhost.cli_care import Runner, ask
-from kvhost.verdict_view import printable
+from kvhost.basics import printable
+from kvhost.cli_care import ask
+from kvhost.cli_up import Runner
 
 SAME, ERROR, DRIFT = 0, 1, 2
 _CODES = {"same": SAME, "unreadable": ERROR, "drift": DRIFT}

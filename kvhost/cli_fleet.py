@@ -14,12 +14,12 @@ from ruamel.yaml.comments import CommentedMap
 
 from kvhost import known_hosts, look
 from kvhost._problems import Refusal
+from kvhost.basics import printable
 from kvhost.cli_care import ask
 from kvhost.cli_run import FLEET_INVENTORY, copy_root, pyinfra
 from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, FleetError, load_fleet, read_yaml, yaml
 from kvhost.fleet_model import host_name
 from kvhost.ssh_line import LineError, Target, parse
-from kvhost.verdict_view import printable
 from kvhost.working_copy import CopyError, make
 
 CANDIDATE = ".kvhost/candidate.yaml"

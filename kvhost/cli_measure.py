@@ -12,12 +12,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvhost.cli_care import Runner, ask
+from kvhost.basics import printable
+from kvhost.cli_care import ask
+from kvhost.cli_up import Runner
 from kvhost.drive_smart import Wear
 from kvhost.drive_worth import Judged, Measured, judge_drive, mb, parse_measured
 from kvhost.evidence_model import Evidence
 from kvhost.reports import latest_report, reports_dir
-from kvhost.verdict_view import printable
 
 Command = Callable[..., Any]
 #: GiB, where a person is asked: past the fast part of most drives' cells

@@ -13,8 +13,8 @@ import click
 
 from kvhost._problems import Refusal
 from kvhost._values import is_hub_id, model_source
+from kvhost.basics import HF_TOKEN_VARIABLE
 from kvhost.plan_types import size
-from kvhost.secrets import HF_TOKEN_VARIABLE
 
 ENDPOINT = "https://huggingface.co"
 LIMIT_S = 30

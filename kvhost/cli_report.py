@@ -10,11 +10,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from kvhost.basics import printable
 from kvhost.report_html import write_pages, write_text
 from kvhost.report_junit import junit
 from kvhost.report_views import HostView, fleet, load_hosts
 from kvhost.reports import Report, reports_dir, why_no_report
-from kvhost.verdict_view import history_line, printable, verdict_table
+from kvhost.verdict_view import history_line, verdict_table
 
 
 @click.command()

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from kvhost import running
-from kvhost.fleet import FleetError, load_fleet, read_yaml, secrets_of
 from kvhost.run_log import secrets_of_env
 from kvhost.working_copy import CopyError, check_version, root
 
@@ -31,6 +30,8 @@ def default_inventory() -> str:
     path = copy_root() / "fleet.yaml"
     if not path.exists():
         return "inventory.py"
+    from kvhost.fleet import FleetError, read_yaml
+
     try:
         return FLEET_INVENTORY if read_yaml(path).get("hosts") else "inventory.py"
     except FleetError:
@@ -42,6 +43,8 @@ def fleet_secrets(top: Path) -> list[str]:
     path = top / "fleet.yaml"
     if not path.exists():
         return []
+    from kvhost.fleet import FleetError, load_fleet, secrets_of
+
     try:
         found = secrets_of(load_fleet(path), os.environ)
     except FleetError:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from kvhost import journal
-from kvhost.cli_care import Runner, ask
+from kvhost.basics import printable
 from kvhost.journal import RESULTS, Row, Told
-from kvhost.verdict_view import printable
 
+#: runs a deploy file: (inventory, deploy, arguments) -> exit code
+Runner = Callable[[str, str, tuple[str, ...]], int]
 #: runs the deploy over some hosts and tells their verdicts: arguments of pyinfra -> exit code
 Batch = Callable[[tuple[str, ...]], int]
 INTERRUPTED = 130
@@ -168,6 +167,8 @@ def _unhealthy(
         time.sleep(wait_s)
     os.environ.pop(journal.VARIABLE, None)  # its operations are no steps of the run
     try:
+        from kvhost.cli_care import ask
+
         _, found = ask(run, inventory, "deploys/health.py", (*args, *limits(names)), {})
     finally:
         os.environ[journal.VARIABLE] = str(path)
@@ -216,6 +217,9 @@ def tell_of_the_last(folder: Path) -> None:
 def show(told: Told, command: Sequence[str]) -> None:
     """A row a host, the counts, and the command that runs again what is not done."""
     rows = list(told.rows.values())
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table()
     for name in ("host", "result", "verdict", "at", "why"):
         table.add_column(name, overflow="fold")

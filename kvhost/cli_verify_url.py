@@ -11,9 +11,10 @@ from typing import Any
 import click
 from rich.console import Console
 
+from kvhost.basics import printable
 from kvhost.reports import Report, latest_report, reports_dir
 from kvhost.verdict_types import EXIT_CODES
-from kvhost.verdict_view import headline, printable, verdict_table
+from kvhost.verdict_view import headline, verdict_table
 from kvhost.verify_url import LOCAL, Asked, announcement, problems, run_here, to_json
 
 #: Names a file with what was asked, for deploys/verify_url.py.

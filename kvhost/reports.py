@@ -19,16 +19,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvhost import __version__, journal
+from kvhost.basics import SUMMARY_VARIABLE
 from kvhost.evidence_model import Evidence
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
 from kvhost.working_copy import root
 
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
-
-
-#: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
-SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
 
 def reports_dir() -> Path:

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from kvhost._combinations import API_KEY_VARIABLE
-from kvhost.secrets import HF_TOKEN_VARIABLE
+from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE
 
 #: logs of more runs than this are removed, the oldest first
 KEPT = 50

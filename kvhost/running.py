@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TextIO
-
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from kvhost import progress
+from kvhost.basics import printable
 from kvhost.run_log import Mask, open_log
-from kvhost.verdict_view import printable
+
+if TYPE_CHECKING:  # only a terminal needs it, and every start would wait for it
+    from rich.console import Console, RenderableType
 
 #: hosts with a line of their own; of more only those that are slow, failed or away
 MOST_LINES = 16
@@ -68,6 +66,10 @@ class Board:
 
     def render(self, now: float) -> RenderableType:
         """At most about MOST_LINES lines, however many hosts there are."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         names = list(self.hosts)
         parts: list[RenderableType] = []
         if len(names) > MOST_LINES:
@@ -119,15 +121,17 @@ def run(
     lock = threading.Lock()
     board = Board()
     live = sys.stderr.isatty() and out.isatty()
-    console = Console(stderr=True)
+    console = _console() if live else None
 
     def show(line: str, sink: TextIO) -> None:
         with lock:
             log.write(mask(line))
             log.flush()
-        if live and not _SAID.match(line):
+        if console is not None and not _SAID.match(line):
+            from rich.text import Text
+
             console.print(Text.from_ansi(mask(line).rstrip("\n")), soft_wrap=True)
-        elif not live:
+        elif console is None:
             # not masked: who asks for it on a pipe reads what pyinfra itself would print
             sink.write(line)
             sink.flush()
@@ -147,7 +151,7 @@ def run(
         ]
         for reader in readers:
             reader.start()
-        code = _wait(process, events, board, console if live else None)
+        code = _wait(process, events, board, console)
         for reader in readers:
             reader.join(10)
         if code == 130:
@@ -155,6 +159,12 @@ def run(
                 sys.stderr.write(f"broken off: {line}\n")
     sys.stderr.write(f"log of this run: {path}\n")
     return code
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _environment(folder: Path, events: Path) -> dict[str, str]:
@@ -181,7 +191,11 @@ def _wait(
 
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, terminated) if main else None
-    shown = Live(console=console, refresh_per_second=4, transient=True) if console else None
+    shown = None
+    if console:
+        from rich.live import Live
+
+        shown = Live(console=console, refresh_per_second=4, transient=True)
     with events.open(encoding="utf-8") as tail:
         try:
             if shown:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from kvhost._combinations import API_KEY_VARIABLE
 from kvhost._values import is_hub_id
+from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE
 from kvhost.schema import Settings
 
-HF_TOKEN_VARIABLE = "HF_TOKEN"
 _LARGEST = 4096  # bytes; more is some other file
 
 

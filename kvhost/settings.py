@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvhost._combinations import API_KEY_VARIABLE, combination_problems
+from kvhost._combinations import combination_problems
 from kvhost._problems import (
     Problem,
     Refusal,
@@ -27,6 +27,7 @@ from kvhost._problems import (
     shown,
 )
 from kvhost._unsupported import NOT_SETTINGS, OTHER_NAMES
+from kvhost.basics import API_KEY_VARIABLE
 from kvhost.schema import Settings
 from kvhost.schema_drives import HOST_DATA_ONLY
 from kvhost.schema_runners import MoreRunner

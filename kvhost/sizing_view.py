@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvhost import __version__
+from kvhost.basics import printable
 from kvhost.plan_types import size
 from kvhost.report_html import environment
 from kvhost.report_svg import Curve, curves
 from kvhost.sizing import Times
 from kvhost.sizing_answer import Answer
-from kvhost.verdict_view import printable
 
 _KINDS = {
     "full": "attention, every token",

@@ -7,11 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvhost.basics import EXIT_CODES, Persisted
 from kvhost.evidence_model import Event
 
-Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+__all__ = ["EXIT_CODES", "Persisted"]  # and what is below
+
 Weight = Literal["fail", "inconclusive", "note"]
-EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 _RANK: dict[Persisted, int] = {"PASS": 0, "INCONCLUSIVE": 1, "FAIL": 2}
 
 

@@ -7,20 +7,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvhost.basics import printable
 from kvhost.reports import Report
 from kvhost.verdict_types import Condition, Verdict
 
 _COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
 _MARK = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("?", "yellow")}
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: what would steer it (escape codes, directions of writing) is replaced.
-
-    >>> printable("a\\x1b[31mb")
-    'a\ufffd[31mb'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 def figure_text(figure: float | int | str | None) -> str:

@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvhost.basics import printable
 from kvhost.foreign_model import parse_foreign
 from kvhost.reports import Report, check_writable, make_report, reports_dir, write_report
 from kvhost.verdict_foreign import judge_foreign
 from kvhost.verdict_types import Thresholds
-from kvhost.verdict_view import printable
 
 ONHOST = Path(__file__).resolve().parent / "onhost"
 SCRIPTS = ("evidence_foreign.py", "evidence_foreign_parts.py", "evidence_probe.py",

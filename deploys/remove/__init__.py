@@ -13,8 +13,8 @@ from rich.table import Table
 from deploys.common.context import Visit
 from deploys.common.facts import ONHOST, CommandJson
 from deploys.common.operations import Commands, shown
+from kvhost.basics import printable
 from kvhost.plan_types import size
-from kvhost.verdict_view import printable
 
 
 def argv(at: Visit, *more: str) -> tuple[str, ...]:

@@ -1,0 +1,22 @@
+"""What every command needs, in a module that imports nothing: a start should cost nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+API_KEY_VARIABLE = "KVHOST_API_KEY"
+HF_TOKEN_VARIABLE = "HF_TOKEN"
+#: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
+SUMMARY_VARIABLE = "KVHOST_SUMMARY"
+
+Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what would steer it (escape codes, directions of writing) is replaced.
+
+    >>> printable("a\\x1b[31mb")
+    'a\ufffd[31mb'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -1,0 +1,30 @@
+"""Options and words that several commands share."""
+
+from __future__ import annotations
+
+import click
+
+from kvhost.cli_run import default_inventory
+
+inventory_option = click.option(
+    "--inventory",
+    default=default_inventory,
+    help="pyinfra inventory. Without it: the hosts of fleet.yaml, and where there are none the "
+    "machine that you are on (inventory.py).",
+)
+
+
+def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """pyinfra would take a word for an operation, and fail with a traceback."""
+    if words and not words[0].startswith("-"):
+        raise click.UsageError(f"{words[0]!r}: a host is chosen with --limit {words[0]}")
+    return words
+
+
+passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED, callback=_options_only)
+hosts_and_passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
+MORE = (
+    "Further arguments go to pyinfra: --data KEY=VALUE (docs/settings.md), --limit HOST, --dry, -v."
+)
+VERDICTS = "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE."
+PASS_ALL = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}

@@ -1,0 +1,87 @@
+"""`kvhost verify` and `kvhost status`: the test again, and the last verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kvhost import cli
+from kvhost.basics import printable
+from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_option, passed_on
+from kvhost.cli_verify_url import asked_for, url_options, verify_url
+from kvhost.evidence_model import EVENTS
+from kvhost.reports import Report, list_reports, load_report, reports_dir, why_no_report
+from kvhost.verdict_view import history_line, verdict_table
+
+
+@click.command(context_settings=PASS_ALL, epilog=f"{VERDICTS} {MORE}")
+@inventory_option
+@click.option("--disrupt", is_flag=True, help="Also on a server that is in use.")
+@click.option(
+    "--event",
+    "events",
+    type=click.Choice(EVENTS),
+    multiple=True,
+    help="What is done to the services, in place of verify_events; repeatable.",
+)
+@url_options
+@passed_on
+def verify(
+    inventory: str,
+    disrupt: bool,
+    events: tuple[str, ...],
+    pyinfra_args: tuple[str, ...],
+    **url: Any,
+) -> None:
+    """Repeat the restart test on provisioned hosts.
+
+    With --url, --metrics-url and --restart-command: of a server that kvhost did not install.
+    """
+    asked = asked_for(url, disrupt)
+    if asked is not None:
+        if events:
+            raise click.UsageError("--event: not with --url, whose event is the restart command")
+        sys.exit(verify_url(asked, cli.pyinfra, pyinfra_args))
+    extra: tuple[str, ...] = ("--data", "disrupt=true") if disrupt else ()
+    if events:
+        extra += ("--data", f"verify_events={json.dumps(events)}")
+    sys.exit(cli.run_and_tell(inventory, "verify.py", (*extra, *pyinfra_args)))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
+def status(as_json: bool) -> None:
+    """The last verdict of every host; reaches none.
+
+    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no report at all.
+    """
+    reports = latest_reports()
+    if as_json:
+        verdicts = {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
+        click.echo(json.dumps(verdicts, indent=1))
+    else:
+        console = Console()
+        for one in reports:
+            for result in one.results:
+                console.print(verdict_table(one.host, result.verdict))
+            console.print(history_line(one))
+        if not reports:
+            console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
+    sys.exit(cli.worst([one.persisted for one in reports]))
+
+
+def latest_reports() -> list[Report]:
+    """The newest report of every host."""
+    newest = {path.parent: path for path in list_reports(reports_dir())}  # oldest first
+    reports = []
+    for path in newest.values():
+        try:
+            reports.append(load_report(path))
+        except (OSError, ValueError):
+            why = printable(why_no_report(path))
+            click.echo(f"not a report, left out: {path}: {why}", err=True)
+    return reports
