@@ -96,8 +96,8 @@ class Place:
         assert done.returncode == rc, done.stderr
         return done
 
-    def once(self, rc: int = 0) -> Any:
-        return json.loads(self.run("--once", rc=rc).stdout)
+    def once(self, *words: str, rc: int = 0) -> Any:
+        return json.loads(self.run("--once", *words, rc=rc).stdout)
 
 
 @pytest.fixture
@@ -162,6 +162,12 @@ def test_once_says_what_is_missing(
     assert said in missing["missing"]
 
 
+def test_each_rank_of_each_runner_must_be_registered(place: Place) -> None:
+    assert place.once("--engines", "1")["ready"] is True
+    missing = place.once("--engines", "2", rc=1)["missing"]
+    assert missing == "vLLM's registration with the cache server, 1 of 2"
+
+
 def test_a_status_that_does_not_speak_of_engines_is_no_reason_to_wait(place: Place) -> None:
     place.cache.answers["/status"] = (404, {})
     assert place.once()["ready"] is True
@@ -172,9 +178,9 @@ def test_a_status_that_does_not_speak_of_engines_is_no_reason_to_wait(place: Pla
 def test_an_engine_may_be_registered_for_any_way_of_transfer() -> None:
     none: dict[str, Any] = {"registered_gpu_ids": []}
     some: dict[str, Any] = {"registered_non_cuda_instance_ids": [1]}
-    assert ready.registered({"a": none, "b": some}) is True
-    assert ready.registered({"a": some, "b": none}) is True
-    assert ready.registered({"a": {"b": none}}) is False
+    assert ready.registered({"a": none, "b": some}) == 1
+    assert ready.registered({"a": some, "b": some}) == 2
+    assert ready.registered({"a": {"b": none}}) == 0
     assert ready.registered({"a": [1]}) is None
 
 

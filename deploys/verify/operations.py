@@ -39,7 +39,7 @@ from kvhost.reports import (
     tell_summary,
     write_report,
 )
-from kvhost.runners import asked_runner
+from kvhost.runners import asked_runner, runners_of
 from kvhost.second_pair import second_pair
 from kvhost.services import api_key_path, api_url, served_name
 from kvhost.verdict import judge
@@ -80,6 +80,9 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         "events": sorted(settings.verify_events, key=lambda event: event == "reboot"),
         "exact_numerics": run.lock.cuda is None,
         "heartbeat_s": settings.heartbeat_s,
+        # each rank writes a file of its own, and registers
+        "files_per_chunk": runner.ranks,
+        "engines": sum(one.ranks for one in runners_of(run.settings)),
         "other": other_pair(run, late) if "other" in settings.verify_events else None,
         "prompt_tokens": settings.verify_prompt_tokens,
         "chunk_size": settings.chunk_size,

@@ -40,6 +40,7 @@ OPTIONAL: Json = {
     "events": ["both"],
     "exact_numerics": True,
     "heartbeat_s": 10,
+    "engines": 1,
     "other": None,
 }
 

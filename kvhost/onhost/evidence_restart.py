@@ -98,7 +98,8 @@ class Services(Collector):
         while True:
             found: bool | None = None
             with contextlib.suppress(OSError, ValueError):
-                found = registered(json.loads(self.get(self.asked["cache_http"] + "/status")))
+                count = registered(json.loads(self.get(self.asked["cache_http"] + "/status")))
+                found = None if count is None else count >= self.config["engines"]
             self.evidence["registered"] = found
             if found or time.monotonic() > deadline:
                 return {"registered": found}

@@ -48,21 +48,22 @@ def call(url: str, body: Any = None, key: str | None = None, timeout: float = 30
         return 0, str(error) or type(error).__name__
 
 
-def registered(status: Any) -> bool | None:
-    """Whether an engine is registered, by the cache server's /status; None if it does not say.
+def registered(status: Any) -> int | None:
+    """Workers of engines that are registered, by the cache server's /status; None if it does not
+    say. Each rank of each runner is one.
 
     LMCache 0.5.6 lists them per way of transfer under keys such as "registered_gpu_ids" and
     "registered_non_cuda_instance_ids" (lmcache/v1/multiprocess/modules/*_transfer.py).
     """
-    known: bool | None = None
+    known: int | None = None
     items = status.items() if isinstance(status, dict) else []
     for key, value in items:
         if key.startswith("registered_") and isinstance(value, list):
-            found: bool | None = bool(value)
+            found: int | None = len(value)
         else:
             found = registered(value)
         if found is not None:
-            known = found or bool(known)
+            known = found + (known or 0)
     return known
 
 
@@ -75,6 +76,7 @@ class Server:
         self.cache: str = args.cache.rstrip("/")
         self.model: str = args.model
         self.runner: str = args.runner
+        self.engines: int = args.engines
         self.key: str | None = None
         if args.key_file:
             with open(args.key_file, encoding="utf-8") as handle:
@@ -95,8 +97,10 @@ class Server:
             return "vLLM: " + (text.strip()[:200] or f"HTTP {status}")
         status, text = call(self.cache + "/status", timeout=5)
         try:
-            if status == 200 and registered(json.loads(text)) is False:
-                return "vLLM's registration with the cache server"
+            found = registered(json.loads(text)) if status == 200 else None
+            if found is not None and found < self.engines:
+                some = f", {found} of {self.engines}" if self.engines > 1 else ""
+                return f"vLLM's registration with the cache server{some}"
         except ValueError:
             return f"the cache server's status: not JSON: {text.strip()[:200]}"
         if not generate:
@@ -231,6 +235,7 @@ def main() -> int:
     parser.add_argument("--cache", required=True, help="base URL of the cache server's HTTP port")
     parser.add_argument("--model", help="served model name")
     parser.add_argument("--runner", default=RUNNER, help="name of its service (runner)")
+    parser.add_argument("--engines", type=int, default=1, help="workers that must be registered")
     parser.add_argument("--key-file", help="file with the API key")
     parser.add_argument("--timeout", type=float, default=600, help="seconds")
     parser.add_argument("--main", type=int, help="end with this process, for systemd")
