@@ -56,6 +56,7 @@ def arguments(folder: str, kv_dtype: str) -> dict[str, Any]:
         "kv_cache_dtype": kv_dtype,
         "dtype": "bfloat16",
         "disable_log_stats": True,
+        "enable_prefix_caching": True,
     }
 
 

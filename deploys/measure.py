@@ -38,6 +38,7 @@ def words(at: Visit, asked: dict[str, Any]) -> tuple[str, ...]:
     return (
         *("python3", at.script("drive_measure"), "--tier", at.paths.tier_dir, "--user", at.user),
         *("--write-bytes", str(write), "--file-bytes", str(asked["file_bytes"])),
+        *("--memory", f"{at.paths.state}/drive-measured.json"),
         *("--keep-bytes", str(int(at.settings.free_floor_gib * GIB))),
         *("--seconds", str(int(question().get("seconds", 60)))),
     )

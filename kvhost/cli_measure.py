@@ -148,6 +148,7 @@ def wear_words(wear: Wear) -> str:
     words = f"{wear.written / 1e12:.1f} TB written in {wear.hours or 0} hours"
     if wear.per_day is not None:
         words += f", {wear.per_day / 1e9:.0f} GB a day"
+        words += " since the last measurement" if wear.recent else ""
     if wear.years_left is None:
         return words + "; how much it is rated for is not known (--tbw)"
     rated = f"{(wear.rated or 0) / 1e12:.0f} TB ({wear.rated_from})"
@@ -163,5 +164,5 @@ def to_json(measured: Measured, judged: Judged, prefill: float | None) -> dict[s
         "times": {**vars(times), "factor": times.factor} if times else None,
         "findings": [vars(one) for one in judged.findings],
         "wear": {name: vars(wear) for name, wear in judged.wear},
-        "measured": measured.model_dump(mode="json"),
+        "measured": measured.model_dump(mode="json", by_alias=True),
     }

@@ -17,7 +17,8 @@ YEAR_DAYS = 365.25
 
 @dataclass(frozen=True)
 class Wear:
-    """None: the drive does not tell. ``per_day``: bytes, over its whole life so far.
+    """None: the drive does not tell. ``per_day``: bytes; since the last measurement, if that is
+    ``recent``, else over its whole life so far.
 
     ``rated``: bytes it may be written, by its maker (``rated_from`` "given") or worked out from
     the share that it counts as used ("percentage used", at the most cautious).
@@ -27,6 +28,7 @@ class Wear:
     hours: int | None
     percent: int | None
     per_day: float | None
+    recent: bool
     rated: float | None
     rated_from: str | None
     years_left: float | None
@@ -34,9 +36,13 @@ class Wear:
 
 
 def wear_of(
-    health: Health | None, smartctl: Mapping[str, Any] | None, tbw: float | None = None
+    health: Health | None,
+    smartctl: Mapping[str, Any] | None,
+    tbw: float | None = None,
+    since: tuple[int, float] | None = None,
 ) -> Wear:
-    """``tbw``: bytes that the maker rates the drive for."""
+    """``tbw``: bytes that the maker rates the drive for; ``since``: bytes, and the days that they
+    were written in, since the last measurement."""
     written, hours, percent = None, None, None
     if health is not None:
         written, hours = health.bytes_written, health.power_on_hours
@@ -44,6 +50,8 @@ def wear_of(
     elif smartctl:
         written, hours, percent = read_smartctl(smartctl)
     per_day = written / (hours / DAY) if written is not None and hours else None
+    if since is not None:
+        per_day = since[0] / since[1]
     rated, source = tbw, "given" if tbw else None
     if rated is None and written and percent:
         # the drive rounds: percent could be almost one more
@@ -51,7 +59,7 @@ def wear_of(
     left = None
     if rated is not None and written is not None and per_day:
         left = max(0.0, rated - written) / per_day / YEAR_DAYS
-    known = (written, hours, percent, per_day, rated, source, left)
+    known = (written, hours, percent, per_day, since is not None, rated, source, left)
     return Wear(*known, tuple(_warnings(health, smartctl, Wear(*known, ()))))
 
 

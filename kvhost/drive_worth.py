@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvhost.drive_smart import Wear, wear_of
 from kvhost.drive_types import Health, Link
@@ -49,6 +49,7 @@ class Disk(_Model):
 
     name: str
     model: str | None
+    serial: str | None
     transport: str
     link: Link | None
     rotational: bool
@@ -58,10 +59,20 @@ class Disk(_Model):
     smartctl: dict[str, Any] | None = None
 
 
+class Memory(_Model):
+    """The end of an earlier measurement: Unix seconds, bytes written by then, by serial number."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    time: int
+    written: dict[str, int]
+
+
 class Measured(_Model):
     """What onhost/drive_measure.py prints."""
 
-    schema_: Literal[1]
+    schema_: Literal[1] = Field(alias="schema")
+    time: int
+    previous: Memory | None
     fio: str
     filesystem: str
     network: bool
@@ -77,8 +88,7 @@ class Measured(_Model):
 
 def parse_measured(data: dict[str, Any]) -> Measured:
     """Raises pydantic.ValidationError (a ValueError) for another form."""
-    data = dict(data)
-    return Measured.model_validate({"schema_": data.pop("schema", None), **data})
+    return Measured.model_validate(data)
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,11 @@ def judge_drive(
     """``bytes_per_token``: of all ranks; ``prefill``: tokens a second; ``tbw``: bytes that the
     maker rates each drive for."""
     speed = measured.read_files.bytes_per_s
-    wear = tuple((disk.name, wear_of(disk.health, disk.smartctl, tbw)) for disk in measured.after)
+    since = {disk.name: _since(measured, disk) for disk in measured.before}
+    wear = tuple(
+        (disk.name, wear_of(disk.health, disk.smartctl, tbw, since.get(disk.name)))
+        for disk in measured.after
+    )
     findings = tuple(_findings(measured, wear))
     if bytes_per_token is None:
         words = f"reads whole files at {mb(speed)}; the model's KV per token is not known here"
@@ -127,6 +141,17 @@ def judge_drive(
     times = Times(tokens, size, size / speed, tokens / prefill)
     worth, words = verdict_words(times)
     return Judged(worth, words, times, findings, wear)
+
+
+def _since(measured: Measured, before: Disk) -> tuple[int, float] | None:
+    """Bytes written and days from the end of the last measurement to the beginning of this one;
+    None without one, or before a day has gone by."""
+    last = measured.previous
+    if last is None or before.health is None or before.serial not in last.written:
+        return None
+    days = (measured.time - last.time) / 86400
+    written = before.health.bytes_written - last.written[before.serial]
+    return (written, days) if days >= 1 and written >= 0 else None
 
 
 def mb(speed: float) -> str:

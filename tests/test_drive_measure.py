@@ -9,11 +9,13 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -85,7 +87,15 @@ def script(place: Path) -> Path:
 
 
 def argv(script: Path, tier: Path, write: int = 64 * MIB, **more: int | str) -> list[str]:
-    given = {"write-bytes": write, "file-bytes": 4 * MIB, "keep-bytes": 0, "seconds": 3, **more}
+    memory = str(script.parent / "memory.json")
+    given = {
+        "memory": memory,
+        "write-bytes": write,
+        "file-bytes": 4 * MIB,
+        "keep-bytes": 0,
+        "seconds": 3,
+        **more,
+    }
     words = [f"--{key}={value}" for key, value in given.items()]
     return ["/usr/bin/python3", str(script), f"--tier={tier}", "--user=nobody", *words]
 
@@ -106,6 +116,7 @@ def test_a_tier_is_measured_and_nothing_stays(fio: str, script: Path, tier: Path
     assert found.filesystem == "ext4" and not found.network
     assert found.disks[0].startswith("loop")
     assert min(rate.bytes_per_s for rate in (found.write, found.read_files, found.read)) > 1e6
+    assert json.loads((script.parent / "memory.json").read_text())["time"] == found.time
     assert sorted(one.name for one in tier.iterdir()) == ["ns-aa"]
     assert (ours / "chunk").read_text() == "kept"
 
@@ -305,6 +316,19 @@ def test_wear_and_the_years_that_are_left() -> None:
     assert used.rated == 2e14 and used.rated_from == "percentage used"
 
 
+def test_writes_a_day_are_those_since_the_last_measurement() -> None:
+    """A drive that was idle for years and is busy now: 40 TB in 10 days, besides our own."""
+    now, then = RECORDED["nvme"]["time"], RECORDED["nvme"]["time"] - 10 * 86400
+    written = RECORDED["nvme"]["before"][0]["health"]["bytes_written"] - 4 * 10**12
+    last = {"schema": 1, "time": then, "written": {"SERIAL": written}}
+    own = {"health": {**HEALTH, "bytes_written": written + 5 * 10**12}}
+    wear = judge(changed(previous=last, disk=own), tbw=600e12).wear[0][1]
+    assert wear.recent and wear.per_day == pytest.approx(4e11)
+    for memory in (None, {**last, "time": now - 3600}, {**last, "written": {"OTHER": 1}}):
+        wear = judge(changed(previous=memory), tbw=600e12).wear[0][1]
+        assert not wear.recent and wear.per_day != pytest.approx(4e11)
+
+
 @pytest.mark.parametrize(
     ("edits", "code"),
     [
@@ -358,6 +382,17 @@ def test_nothing_is_written_without_a_number(monkeypatch: pytest.MonkeyPatch) ->
     assert code == 2 and "--write-gib" in text and not asked
 
 
+@pytest.mark.parametrize("says", ["y", "n"])
+def test_a_person_is_asked_and_told_how_much(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(click, "confirm", lambda text, abort: asked.append(text) or says == "y")
+    cli_measure.how_much(7.0, yes=True)
+    assert not asked
+    assert cli_measure.how_much(7.0, yes=False) == 7.0
+    assert "7 GiB are written to every tier" in asked[0]
+
+
 @pytest.mark.parametrize(
     ("prefill", "wanted", "worth"),
     [(("--prefill", "7000"), 0, "yes"), (("--prefill", "70000"), 1, "no"), ((), 2, "unknown")],
@@ -378,3 +413,28 @@ def test_a_host_that_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> No
     assert command(monkeypatch, [], *words)[0] == 1
     code, text, _ = command(monkeypatch, [HOST], *words)
     assert code == 0 and "worth it" in text and "read, whole files" in text
+
+
+@root_only
+def test_the_command_measures_a_provisioned_host(fio: str, tmp_path: Path) -> None:
+    """Through pyinfra, on this machine: what lies in its base directory is as a run leaves it."""
+    base = Path("/var/lib") / f"kvhost-measure-{os.getpid()}"
+    try:
+        for name in ("bin", "state", "tier"):
+            (base / name).mkdir(parents=True)
+        for one in SCRIPT.parent.glob("*.py"):
+            shutil.copy(one, base / "bin")
+        account = pwd.getpwnam("daemon")
+        os.chown(base / "tier", account.pw_uid, account.pw_gid)
+        words = ["drives", "--measure", "--write-gib", "0.05", "--yes", "--install", "--json"]
+        words += ["--prefill", "2000", "--seconds", "3", "--data", f"base_dir={base}"]
+        words += ["--data", "service_user=daemon", "--data", "free_floor_gib=1"]
+        done = run([sys.executable, "-m", "kvhost.cli", *words])
+        assert done.returncode in (0, 1), done.stderr[-3000:]
+        (told,) = json.loads(done.stdout[done.stdout.index("{") :]).values()
+        assert told["worth_it"] == ("yes" if done.returncode == 0 else "no"), told
+        assert told["measured"]["write"]["bytes"] >= 48 * MIB
+        assert told["measured"]["file_bytes"] == 256 * 16384  # a chunk of the built-in model
+        assert not list((base / "tier").iterdir())
+    finally:
+        shutil.rmtree(base, ignore_errors=True)

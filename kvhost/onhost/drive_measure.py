@@ -74,9 +74,11 @@ def disks_below(name: str) -> list[str]:
 
 def look_at(name: str) -> dict[str, Any]:
     """Model, way, link, health and time spent too hot of one disk. What cannot be read says why."""
-    found: dict[str, Any] = {"name": name, "model": None, "transport": drive_sys.transport(name)}
+    found: dict[str, Any] = {"name": name, "model": None, "serial": None}
+    found["transport"] = drive_sys.transport(name)
     with contextlib.suppress(OSError, ValueError):
-        found["model"] = drive_sys.identity(name)["model"]
+        identity = drive_sys.identity(name)
+        found.update(model=identity["model"], serial=identity["serial"])
     found["link"] = drive_sys.pcie(name) if name.startswith("nvme") else None
     found["rotational"] = drive_sys.text(drive_sys.block(name, "queue/rotational")) == "1"
     found["health"], found["thermal"], found["why"] = None, None, None
@@ -366,6 +368,26 @@ def answer(write: int, options: argparse.Namespace) -> int:
         return 1
 
 
+def remembered(path: Path) -> dict[str, Any] | None:
+    """What the last measurement left: its time, and bytes written by then, by serial number."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return found if isinstance(found, dict) and found.get("schema") == 1 else None
+
+
+def remember(path: Path, disks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kept for the next measurement, so that it can tell what was written in between."""
+    written = {disk["serial"]: disk["health"]["bytes_written"]
+               for disk in disks if disk["serial"] and disk["health"]}  # fmt: skip
+    kept = {"schema": 1, "time": int(time.time()), "written": written}
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(kept) + "\n")
+    new.replace(path)
+    return kept
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tier", required=True, help="the tier's directory")
@@ -373,13 +395,16 @@ def main() -> int:
     parser.add_argument("--write-bytes", type=int, required=True, help="all that is written")
     parser.add_argument("--file-bytes", type=int, required=True, help="of a file of the cache")
     parser.add_argument("--keep-bytes", type=int, default=1 << 30, help="that stay free")
+    parser.add_argument("--memory", type=Path, required=True, help="a file of root's, for the next")
     parser.add_argument("--seconds", type=int, default=60, help="at most, of each of three jobs")
     options = parser.parse_args()
     try:
         where = check(options)
+        where["previous"] = remembered(options.memory)
         before = [look_at(name) for name in where["disks"]]
         found = as_user(options)
         after = [look_at(name) for name in where["disks"]]
+        where["time"] = remember(options.memory, after)["time"]
     except (Refused, OSError, KeyError, ValueError) as why:
         say(f"drive_measure: {why}")
         return 1
