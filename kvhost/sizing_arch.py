@@ -50,11 +50,11 @@ def architecture_of(config: Config) -> Architecture:
         config = {**config["text_config"]}
         config.setdefault("model_type", _TEXT_PART.get(str(top.get("model_type")), ""))
     name = str(config.get("model_type") or "")
-    read = _READERS.get(name)
+    read = READERS.get(name)
     if read is None:
         raise UnknownArchitecture(
             f"model_type {name or '(none)'!r}: how its layers cache is not known here; nothing is "
-            "guessed. Known: " + ", ".join(sorted(_READERS))
+            "guessed. Known: " + ", ".join(sorted(READERS))
         )
     try:
         found = _together(read(config))
@@ -84,7 +84,15 @@ def _together(layers: list[Layer]) -> tuple[Layer, ...]:
 
 def _plain(config: Config) -> list[Layer]:
     """The same attention in every layer; a window, if there is one, in all (vLLM 0.32)."""
+    _alike(config)
     return [attention(config, _window(config))] * layer_count(config)
+
+
+def _alike(config: Config) -> None:
+    """Raises ValueError where config.json says that layers differ, in a family where they do not."""
+    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    if others:
+        raise ValueError(f"layers of type {', '.join(sorted(map(str, others)))}: not known here")
 
 
 def _window(config: Config) -> int | None:
@@ -93,6 +101,7 @@ def _window(config: Config) -> int | None:
 
 def _full(config: Config) -> list[Layer]:
     """The same in every layer, whatever is said of a window: these models have none."""
+    _alike(config)
     return [attention(config)] * layer_count(config)
 
 
@@ -204,14 +213,14 @@ def _whisper(config: Config) -> list[Layer]:
     return both * number(config, "decoder_layers")
 
 
-_READERS: dict[str, Reader] = {
+READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("llama", "granite", "granitemoe", "gpt2", "opt", "gpt_neox", "gptj", "olmo", "olmo2",
          "olmoe", "stablelm", "qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
          "seed_oss", "nemotron", "internlm2", "internlm3"),
         _full,
     ),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2", "ministral"), _plain),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2"), _plain),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _switched_window),
     "gemma": _mixed(1, default_head=256),
     "gemma2": _mixed(2, default_head=256),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli
+from kvhost import cli, sizing_arch
 from kvhost.model_need import need_of
 from kvhost.settings import Settings
 from kvhost.sizing import (
@@ -49,6 +49,11 @@ def test_a_public_model_takes_what_is_published(name: str) -> None:
     assert one["source"].startswith("https://")
 
 
+def test_what_a_config_leaves_out_is_what_the_family_has() -> None:
+    """Gemma 3 says neither its head size nor that every sixth layer keeps every token."""
+    assert kv(PUBLIC["gemma-3-12b-it"]["config"]).lasting == 8 * 2 * 8 * 256 * 2
+
+
 def test_the_known_figures() -> None:
     size = kv(LLAMA)
     assert size.per_token == 128 * 1024
@@ -68,7 +73,7 @@ def test_the_engine_allocates_what_is_said(name: str) -> None:
 def test_every_small_model_was_compared_and_enough_were_started() -> None:
     ways = [one["way"] for one in engine_record()["models"].values()]
     assert set(ways) <= {"started", "specification"} and ways.count("started") >= 2
-    assert set(engine_record()["models"]) <= set(TINY)
+    assert set(engine_record()["models"]) == set(TINY)
 
 
 @pytest.mark.parametrize("name", sorted(engine_record()["models"]))
@@ -97,6 +102,7 @@ def test_what_was_started_holds_its_blocks_and_no_more(name: str) -> None:
         ({"model_type": "gpt_oss", "layer_types": ["retention"] * 32}, "'retention'"),
         ({"model_type": "deepseek_v3"}, "'kv_lora_rank'"),
         ({"model_type": "deepseek_v32"}, "'deepseek_v32'"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "sliding_attention"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "nemotron-nas", "block_configs": "no"}, "2 kinds"),
     ],
@@ -136,8 +142,8 @@ def test_a_quantised_row_that_is_no_multiple_of_its_block_is_refused() -> None:
 def test_groups_of_a_state_are_repeated_where_ranks_are_more() -> None:
     config = TINY["mamba2-ssm"]
     one, four = sized(config, ranks=1), sized(config, ranks=4)
-    # 128 inner channels and 2 x 16 of one group, 3 inputs each; 4 heads of 32 x 16
-    assert one.fixed == 4 * 2 * (3 * (128 + 32) + 4 * 32 * 16)
+    # 128 inner channels and 2 x 16 of each of two groups, 3 inputs each; 4 heads of 32 x 16
+    assert one.fixed == 4 * 2 * (3 * (128 + 2 * 32) + 4 * 32 * 16)
     assert four.fixed == 4 * 2 * (3 * (128 + 4 * 32) + 4 * 32 * 16) // 4
 
 
@@ -263,6 +269,14 @@ def test_the_plot_is_one_page_that_loads_nothing(model: Path) -> None:
     text = page.read_text()
     assert code == 0 and text.count("<polyline") == 2
     assert "http" not in text.replace("http-equiv", "") and "<script" not in text
+
+
+def test_the_page_says_what_was_not_compared() -> None:
+    text = DOC.read_text()
+    line = next(one for one in text.splitlines() if one.startswith("Not compared: "))
+    compared_types = {config["model_type"] for config in TINY.values()}
+    told = {word.strip("`") for word in line.removeprefix("Not compared: ").rstrip(".").split(", ")}
+    assert told == set(sizing_arch.READERS) - compared_types
 
 
 def test_the_page_has_the_table_of_the_record() -> None:
