@@ -89,7 +89,7 @@ def _plain(config: Config) -> list[Layer]:
 
 
 def _alike(config: Config) -> None:
-    """Raises ValueError where config.json says that layers differ, in a family where they do not."""
+    """Raises ValueError where config.json says that layers differ, and the family has none such."""
     others = set(config.get("layer_types") or ()) - {"full_attention"}
     if others:
         raise ValueError(f"layers of type {', '.join(sorted(map(str, others)))}: not known here")
