@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -397,10 +398,17 @@ def test_nothing_is_written_without_a_number(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_person_is_asked_and_told_how_much(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(click, "confirm", lambda text, abort: asked.append(text) or says == "y")
+
+    def confirm(text: str, *, abort: bool) -> None:
+        asked.append(text)
+        if says == "n" and abort:
+            raise click.Abort
+
+    monkeypatch.setattr(click, "confirm", confirm)
     cli_measure.how_much(7.0, yes=True)
     assert not asked
-    assert cli_measure.how_much(7.0, yes=False) == 7.0
+    with contextlib.nullcontext() if says == "y" else pytest.raises(click.Abort):
+        assert cli_measure.how_much(7.0, yes=False) == 7.0
     assert "7 GiB are written to every tier" in asked[0]
 
 
