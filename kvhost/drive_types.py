@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Told(_Model):

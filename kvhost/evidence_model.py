@@ -36,7 +36,9 @@ class Part(BaseModel):
     """Strict: evidence of another version is refused, not half understood; no text is a number,
     no number is infinite or none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class Process(Part):

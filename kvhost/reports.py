@@ -59,7 +59,7 @@ def tell_summary(host: str, **verdict: str) -> None:
 class Result(BaseModel):
     """One event of the test: its verdict with the evidence it rests on."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     verdict: Verdict
     evidence: Evidence | ForeignEvidence = Field(discriminator="schema_")
@@ -69,7 +69,7 @@ class Report(BaseModel):
     """One run of the test on one host: every event that was tested, in order; ``persisted`` is the
     worst of them. Holds no prompt and no key."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     schema_: Literal["kvhost/verdict/2"] = Field(default="kvhost/verdict/2", alias="schema")
     host: str

@@ -24,7 +24,7 @@ def worst(verdicts: Iterable[Persisted]) -> Persisted:
 class Thresholds(BaseModel):
     """What the judge asks for. Ratios are fractions of 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     min_hit: float = Field(default=0.95, gt=0, le=1)
     """Part of the prompt's whole chunks that must come from L2."""
@@ -46,7 +46,7 @@ class Condition(BaseModel):
     test cannot say. note: it is only said. A ``met`` of None never passes, except for a note.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     id: str
     question: str
@@ -59,7 +59,7 @@ class Condition(BaseModel):
 class Cause(BaseModel):
     """A likely cause with what to change; ``link`` is a place in docs/troubleshooting.md."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     slug: str
     title: str
@@ -70,7 +70,7 @@ class Cause(BaseModel):
 class Verdict(BaseModel):
     """Of one event. persisted never depends on time; worth_it depends on nothing else."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     event: Event | Literal["command"] = "both"
     """"command": the restart command of a server that kvhost did not install."""

@@ -83,6 +83,13 @@ def remove(path: str) -> None:
 # Whether an environment is whole
 
 
+def is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
 def tree_manifest(env: str) -> dict[str, Any]:
     """Digest over path, size, mode, owner and mtime of all in it, so that a later edit is seen.
 
@@ -90,24 +97,38 @@ def tree_manifest(env: str) -> dict[str, Any]:
     Raises OSError.
     """
 
-    def unreadable(error: OSError) -> None:
-        raise error
-
     digest, files, size = hashlib.sha256(), 0, 0
-    for root, folders, names in os.walk(env, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in [".", *folders, *sorted(names)]:
-            path = os.path.join(root, name)
-            if (name == MARKER and root == env) or (name in folders and not os.path.islink(path)):
-                continue  # a directory is its own "."
-            st = os.lstat(path)
-            line: tuple[Any, ...] = (os.path.relpath(path, env), oct(st.st_mode), st.st_uid)
-            if name != ".":
-                target = os.readlink(path) if os.path.islink(path) else None
-                line = (*line, st.st_size, st.st_mtime_ns, target)
-                files += 1
-                size += st.st_size
-            digest.update(repr(line).encode())
+
+    def look(folder: str, below: str) -> None:
+        """One directory and all in it, in an order that depends on names alone."""
+        nonlocal files, size
+        folders, names = [], []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not is_directory(entry):
+                    names.append(entry)
+                elif entry.name != "__pycache__":
+                    folders.append(entry)
+        folders.sort(key=lambda entry: entry.name)
+        names.sort(key=lambda entry: entry.name)
+        st = os.lstat(folder)
+        lines = [repr((below or ".", oct(st.st_mode), st.st_uid))]
+        inside = below + "/" if below else ""
+        for entry in (*(one for one in folders if one.is_symlink()), *names):
+            if entry.name == MARKER and not below:
+                continue
+            st = entry.stat(follow_symlinks=False)
+            target = os.readlink(entry.path) if entry.is_symlink() else None
+            line = (inside + entry.name, oct(st.st_mode), st.st_uid)
+            lines.append(repr((*line, st.st_size, st.st_mtime_ns, target)))
+            files += 1
+            size += st.st_size
+        digest.update("".join(lines).encode())
+        for entry in folders:
+            if not entry.is_symlink():
+                look(entry.path, inside + entry.name)
+
+    look(env, "")
     return {"manifest": digest.hexdigest(), "files": files, "bytes": size}
 
 
