@@ -7,6 +7,7 @@ description (`launch_spec`); what differs between supervisors is only who starts
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,12 +310,13 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
     )
 
 
-def gpu_gate(paths: HostPaths, gpus: int) -> tuple[tuple[str, ...], ...]:
+def gpu_gate(paths: HostPaths, gpus: int, uuids: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Command that waits for the GPUs which the engine needs; none without one."""
     if not gpus:
         return ()
     gate = (f"{paths.tools}/current/bin/python", f"{paths.bin}/gpu_gate.py")
-    return ((*gate, "--expect", str(gpus), "--wait", str(GPU_WAIT_S)),)
+    named = tuple(word for uuid in uuids for word in ("--uuid", uuid))
+    return ((*gate, "--expect", str(gpus), *named, "--wait", str(GPU_WAIT_S)),)
 
 
 def runner_service(
@@ -335,7 +337,7 @@ def runner_service(
         copies=((config, copy),),
         # Python's names for shared memory and semaphores; both services run as one user
         needs_mount=_model_drive(settings),
-        before=(*gpu_gate(paths, gpus), shm_sweep(paths, "psm_*", "sem.mp-*")),
+        before=(*gpu_gate(paths, gpus, settings.gpus), shm_sweep(paths, "psm_*", "sem.mp-*")),
         watch=(
             *(paths.current, config, f"{paths.etc}/model-digest"),
             f"{paths.lib}/kvhost_guard.py",

@@ -27,7 +27,7 @@ class Told:
     seconds: float
 
 
-def gate(tmp_path: Path, script: str | None, *, expect: int, wait: float = 0) -> Told:
+def gate(tmp_path: Path, script: str | None, *more: str, expect: int, wait: float = 0) -> Told:
     """Runs it with ``script`` as the body of nvidia-smi; $N counts its calls from 1."""
     if script is not None:
         program = tmp_path / "nvidia-smi"
@@ -36,7 +36,7 @@ def gate(tmp_path: Path, script: str | None, *, expect: int, wait: float = 0) ->
         program.chmod(0o755)
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--expect", str(expect), "--wait", str(wait)],
+        [sys.executable, str(SCRIPT), "--expect", str(expect), "--wait", str(wait), *more],
         env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
         timeout=60,
     )  # fmt: skip
@@ -83,6 +83,15 @@ def test_it_ends_with_what_is_missing(tmp_path: Path, script: str | None, why: s
     assert last.startswith("after 2 s ")
     assert why in last
     assert 1 < told.seconds < 10
+
+
+def test_a_gpu_that_is_named_must_be_among_them(tmp_path: Path) -> None:
+    both = f"{CARD.format(n=0)}; {CARD.format(n=1)}"
+    named = ["--uuid", "GPU-5a1d0000-0000-0000-0000-000000000001"]
+    assert gate(tmp_path, both, *named, expect=1).code == 0
+    told = gate(tmp_path, CARD.format(n=0), *named, expect=1)
+    assert told.code == 1
+    assert "GPU-5a1d0000-0000-0000-0000-000000000001 not among them: 1 of 1 GPUs" in told.said
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def test_gpus_reach_the_runner_by_uuid_and_parallelism_its_configuration() -> No
     made = described(ours, gpus=2)
     assert made["runner"]["env"]["CUDA_VISIBLE_DEVICES"] == f"{A},{B}"
     assert made["runner-second"]["env"]["CUDA_VISIBLE_DEVICES"] == f"{B},{C}"
+    assert made["runner-second"]["before"][0][-6:-2] == ["--uuid", B, "--uuid", C]
     assert "CUDA_VISIBLE_DEVICES" not in made["cache"]["env"]
     configs = [vllm_config(one.settings, ours.paths, with_key=False) for one in runners_of(ours)]
     assert [c["tensor-parallel-size"] for c in configs] == [2, 2]

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Waits until the driver lists the GPUs that the engine needs: gpu_gate.py --expect N [--wait S]
+"""Waits until the driver lists the GPUs that the engine needs.
+
+gpu_gate.py --expect N [--uuid GPU-… …] [--wait S]
 
 Run before vLLM starts, as its user. After a boot the driver may still be loading, or a card may not
 come up; vLLM would then end with a long trace, or start on fewer. Bounded: what is missing at the
@@ -42,16 +44,20 @@ def gpus() -> tuple[list[str], str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--expect", type=int, required=True, help="number of GPUs, at least")
+    parser.add_argument("--uuid", action="append", default=[], help="one that must be among them")
     parser.add_argument("--wait", type=float, default=120, help="seconds (120)")
     args = parser.parse_args()
     deadline = time.monotonic() + args.wait
     told = None
     while True:
         found, why = gpus()
-        if len(found) >= args.expect:
+        missing = [uuid for uuid in args.uuid if not any(f"UUID: {uuid}" in row for row in found)]
+        if len(found) >= args.expect and not missing:
             print(f"{len(found)} GPUs are ready", file=sys.stderr)
             return 0
         now = f"{len(found)} of {args.expect} GPUs are ready: {why}"
+        if missing:
+            now = f"{', '.join(missing)} not among them: {now}"
         if time.monotonic() >= deadline:
             print(f"after {args.wait:.0f} s {now}", file=sys.stderr)
             return 1
