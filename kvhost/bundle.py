@@ -4,6 +4,7 @@
       manifest.json   lock, Python, machine; sha256 and size of every file
       lock.txt        the lock's own text            wheels/  its wheels
       tools.txt       the lock of uv and supervisord tools/   theirs
+      packages/       Debian packages, where they were asked for
 
 pip fetches, from where this controller's pip is told to look, one group of packages after the
 other, against the hashes of the lock. What is fetched stays: a run that was killed is completed by
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvhost.bundle_packages import PackagesError, fetch_packages
 from kvhost.lock_make import GLIBC
 from kvhost.locks import EngineLock
 from kvhost.onhost import engine_pip
@@ -112,21 +114,29 @@ def bundle_refusals(where: str, lock: EngineLock, tools_text: str) -> Iterator[R
         )
 
 
-def make_bundle(out: Path, lock: EngineLock, tools_text: str) -> Bundle:
-    """The bundle of a lock at ``out``, made or completed. Raises BundleError; then what was
-    fetched so far is kept in ``out``.partial."""
+def make_bundle(
+    out: Path, lock: EngineLock, tools_text: str, packages: Sequence[str] = ()
+) -> Bundle:
+    """The bundle of a lock at ``out``, made or completed. ``packages``: of Debian, to be in it too.
+
+    Raises BundleError; then what was fetched so far is kept in ``out``.partial.
+    """
     if out.exists():
-        return _already(out, lock, tools_text)
+        return _already(out, lock, tools_text, bool(packages))
     draft = out.with_name(out.name + ".partial")
     try:
         draft.mkdir(parents=True, exist_ok=True)
         with _alone(draft):
-            return _make(draft, out, lock, tools_text)
+            return _make(draft, out, lock, tools_text, packages)
+    except PackagesError as error:
+        raise BundleError(str(error)) from error
     except OSError as error:
         raise BundleError(_os_error(error, draft)) from error
 
 
-def _make(draft: Path, out: Path, lock: EngineLock, tools_text: str) -> Bundle:
+def _make(
+    draft: Path, out: Path, lock: EngineLock, tools_text: str, packages: Sequence[str]
+) -> Bundle:
     texts = {"wheels": lock.text, "tools": tools_text}
     for folder, text in texts.items():
         (draft / folder).mkdir(exist_ok=True)
@@ -139,10 +149,11 @@ def _make(draft: Path, out: Path, lock: EngineLock, tools_text: str) -> Bundle:
         for folder, text in texts.items():
             _fetch(draft, folder, pins(text), known[folder], lock)
     shutil.rmtree(_passing(draft), ignore_errors=True)
+    of = {"packages": fetch_packages(draft, packages, lock.machine)} if packages else {}
     files = {name: _row(draft / name) for name in sorted(listing(str(draft))) if name != ".lock"}
     manifest: dict[str, Any] = {
         "schema": SCHEMA, "lock": lock.name, "python": lock.python, "machine": lock.machine,
-        "files": files,
+        "files": files, **of,
     }  # fmt: skip
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     (draft / ".lock").unlink()
@@ -158,9 +169,11 @@ def _row(path: Path) -> dict[str, Any]:
     return {"sha256": file_digest(str(path)), "bytes": path.stat().st_size}
 
 
-def _already(out: Path, lock: EngineLock, tools_text: str) -> Bundle:
+def _already(out: Path, lock: EngineLock, tools_text: str, packages: bool) -> Bundle:
     try:
         faults, manifest = find_faults(str(out), lock.text, tools_text)
+        if packages and "packages" not in manifest:
+            faults.append("packages/: it was made without Debian packages")
     except (OSError, ValueError) as error:
         faults, manifest = [str(error)], {}
     if faults:

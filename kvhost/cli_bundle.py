@@ -11,6 +11,7 @@ from kvhost.cli_matrix import _matrix, locks_dir
 from kvhost.locks import read_lock
 from kvhost.matrix import LockError
 from kvhost.onhost.bundle_check import find_faults
+from kvhost.packages import needed_packages
 from kvhost.plan_types import size
 
 
@@ -25,11 +26,16 @@ from kvhost.plan_types import size
     help="Directory of bundles; each gets one of its own, NAME-pyX.Y.",
 )
 @click.option(
+    "--packages", is_flag=True, help="Debian packages too, of this machine's release, by its apt."
+)
+@click.option(
     "--check",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Fetch nothing: is this bundle as it was made?",
 )
-def bundle_command(name: str | None, python: str | None, out: Path, check: Path | None) -> None:
+def bundle_command(
+    name: str | None, python: str | None, out: Path, packages: bool, check: Path | None
+) -> None:
     """Collect what a host without a network installs from.
 
     NAME is a lock of kvhost matrix. pip's own settings say where it looks. Give the directory as
@@ -47,7 +53,9 @@ def bundle_command(name: str | None, python: str | None, out: Path, check: Path 
     try:
         lock = read_lock(locks_dir(), info, python or info.pythons[0])
         tools = (locks_dir() / "tools.txt").read_text(encoding="utf-8")
-        made = make_bundle(out / bundle_name(lock), lock, tools)
+        wanted = needed_packages(f"/usr/bin/python{lock.python}", gpu=info.cuda is not None)
+        target = out / bundle_name(lock)
+        made = make_bundle(target, lock, tools, wanted if packages else ())
     except (BundleError, LockError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{made.path}: {made.files} files, {size(made.bytes)}, every one by its hash")

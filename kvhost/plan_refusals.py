@@ -305,7 +305,8 @@ def _python(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterat
         f"Python {covered}, which {settings.service_user} can run",
         "; ".join(seen) or "no Python 3.11 to 3.13 in /usr/bin, /usr/local/bin or PATH",
         "install one from the distribution (apt install python3.11 python3.11-venv), "
-        "or set python to the path of one outside of home directories",
+        "or set python to the path of one outside of home directories (on an older release: "
+        "docs/engine.md, Which Python)",
     )
 
 

@@ -368,7 +368,9 @@ def test_the_tools_come_from_the_bundle_with_no_network(copy: Path, tmp_path: Pa
         Path(folder).mkdir(parents=True)
     shutil.copy(copy / "tools.txt", paths.locks)
     _, build = tools_commands(paths, "d" * 64, sys.executable, str(copy))
-    env = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": "/nowhere"}
+    other = tmp_path / "constraints.txt"
+    other.write_text("tool==2.0\n")  # what the host's pip is told does not count
+    env = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_CONSTRAINT": str(other)}
     done = subprocess.run(
         without_network(["sh", "-c", build]), env=env, capture_output=True, text=True, check=False
     )

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.bundle import BundleError, make_bundle
+from kvhost.bundle_packages import this_release
+from kvhost.onhost.bundle_check import find_faults
 from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab
 from tests.test_bundle import Shop
@@ -26,12 +29,27 @@ sent_model(name="sent: model", **json.loads(os.environ["SENT"]))
 BUNDLE = """
 import json, os
 from pathlib import Path
-from deploys.engine.bundle import Place, bundle_on_host
+from deploys.common.bundle import Place
+from deploys.engine.bundle import bundle_on_host
 given = json.loads(os.environ["SENT"])
 bundle_on_host(
     name="sent: bundle", place=Place(given["dest"], Path(given["source"])), around=given["around"],
     installed=(("cat", given["done"]),),
     prove=("python3", given["script"], "--bundle", given["dest"]),
+)
+"""
+
+PACKAGES = """
+import json, os
+from pathlib import Path
+from deploys.common.bundle import Place
+from deploys.host.operations import debian_packages
+from kvhost.onhost.bundle_check import read_manifest
+given = json.loads(os.environ["SENT"])
+debian_packages(
+    name="sent: packages", packages=("libnuma1",), note=given["note"], release=given["release"],
+    around=given["around"],
+    bundle=Place(given["dest"], Path(given["source"]), read_manifest(given["source"])),
 )
 """
 
@@ -173,3 +191,44 @@ def test_a_bundle_is_sent_goes_on_where_it_was_and_is_verified_on_the_host(
     way.on_host("sh", "-c", f"echo true > {done}")
     assert way.run(BUNDLE, **given).changed() == []
     way.on_host("rm", "-r", done, f"{way.base}/bundle")
+
+
+@pytest.mark.full
+def test_debian_packages_come_from_a_bundle_where_there_is_no_network(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way.host is None:
+        pytest.skip("no package is taken from this machine: the host over SSH has no way out")
+    shop = Shop(tmp_path, monkeypatch)
+    bundle = make_bundle(shop.out, shop.lock, shop.tools, ("libnuma1",)).path
+    assert {path.name.partition("_")[0] for path in bundle.glob("packages/*.deb")} >= {"libc6"}
+    assert find_faults(str(bundle))[0] == []
+    with pytest.raises(BundleError, match="without Debian packages"):
+        (plain := Shop(tmp_path / "plain", monkeypatch)).make()
+        make_bundle(plain.out, plain.lock, plain.tools, ("libnuma1",))
+    given = {
+        "source": str(bundle), "dest": f"{way.base}/bundle/4567", "around": f"{way.base}/bundle",
+        "note": f"{way.base}/packages", "release": "ubuntu 22.04",
+    }  # fmt: skip
+    way.on_host("dpkg", "--purge", "--force-depends", "libnuma1")
+    done = way.run(PACKAGES, **given)
+    assert done.code == 1
+    assert "this host is ubuntu 22.04: make the bundle on such a machine" in done.text
+    given["release"] = this_release()
+    done = way.run(PACKAGES, **given)
+    assert done.code == 0, done.text[-3000:]
+    assert "install ok installed" in way.on_host("dpkg-query", "-W", "-f", "${Status}", "libnuma1")
+    assert way.on_host("cat", f"{way.base}/packages") == "libnuma1\n"
+    assert way.run(PACKAGES, **given).changed() == []
+    # a package that was changed, with its size as it was
+    way.on_host("rm", "-r", f"{way.base}/bundle")
+    way.on_host("dpkg", "--purge", "--force-depends", "libnuma1")
+    [deb] = bundle.glob("packages/libnuma1_*.deb")
+    content = bytearray(deb.read_bytes())
+    content[-1] ^= 1
+    deb.write_bytes(content)
+    done = way.run(PACKAGES, **given)
+    assert done.code == 1
+    assert "libnuma1" not in way.on_host(
+        "dpkg-query", "-W", "-f", "${Package} ${Status}\n", "*numa*"
+    )

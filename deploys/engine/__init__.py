@@ -8,10 +8,11 @@ import json
 import shlex
 from collections.abc import Iterator
 
+from deploys.common.bundle import bundle_place
 from deploys.common.context import REPO, Run
 from deploys.common.looks import Ask
 from deploys.common.operations import TextFile, file_asks, root_files, run_unless
-from deploys.engine.bundle import bundle_on_host, bundle_place
+from deploys.engine.bundle import bundle_on_host
 from kvhost.driver import expected_gpus
 from kvhost.services import service_env
 from kvhost.tools import tools_commands

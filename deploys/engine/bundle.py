@@ -2,43 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from pathlib import Path
-
 from pyinfra.api import operation
 
-from deploys.common.context import Run
+from deploys.common.bundle import Place, files_of
 from deploys.common.looks import ask_json
 from deploys.common.operations import Commands, converges, shown
-from deploys.common.send import Sent, send
-from kvhost.bundle import files_to_send, find_bundle
-from kvhost.onhost.bundle_check import MANIFEST
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a bundle lies: on the host, and on the controller if it has to be sent from there."""
-
-    on_host: str
-    source: Path | None = None
-
-
-def bundle_place(run: Run) -> Place | None:
-    """None where no bundle is set. Raises OSError: it was there when the plan was made."""
-    setting = run.settings.engine_bundle
-    if setting is None:
-        return None
-    if setting.startswith("host:"):
-        return Place(setting.removeprefix("host:"))
-    source = find_bundle(Path(setting).expanduser(), run.lock).resolve()
-    if run.host.startswith("@local"):
-        return Place(str(source))  # this machine's own: read where it lies
-    try:
-        digest = hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()
-    except FileNotFoundError:
-        digest = "gone"  # no matter where everything is installed
-    return Place(f"{run.paths.bundle}/{digest[:16]}", source)
+from deploys.common.send import send
 
 
 @operation()
@@ -64,11 +33,5 @@ def bundle_on_host(
         return
     if place.source is not None:
         source = place.source
-        yield send("the bundle", lambda: _files(source), place.on_host, around)
+        yield send("the bundle", lambda: files_of(source), place.on_host, around)
     yield shown(prove)
-
-
-def _files(source: Path) -> list[Sent]:
-    return [
-        Sent(path, name, row["bytes"], row["sha256"]) for path, name, row in files_to_send(source)
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deploys.common.bundle import bundle_place
 from deploys.common.context import Run
 from deploys.common.facts import LIBRARY, scripts
 from deploys.common.looks import Ask
@@ -64,8 +65,15 @@ def asks(run: Run) -> Iterator[Ask]:
 
 
 def deploy(run: Run) -> None:
-    state = run.paths.state
-    debian_packages(name="host: packages", packages=packages(run), note=f"{state}/packages")
+    state, release = run.paths.state, run.report.os.data
+    debian_packages(
+        name="host: packages",
+        packages=packages(run),
+        note=f"{state}/packages",
+        bundle=bundle_place(run),
+        release=f"{release.id} {release.version_id}" if release else "",
+        around=run.paths.bundle,
+    )
     service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
     root_files(name="host: scripts", wanted=own_scripts(run), passing=f"{state}/scripts.tar")

@@ -24,7 +24,9 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 #: folder -> the lock whose wheels are in it
 FOLDERS = {"wheels": "lock.txt", "tools": "tools.txt"}
-_PATH = re.compile(r"(?:wheels/|tools/)?[A-Za-z0-9][A-Za-z0-9._+!-]*")
+#: folder of Debian packages, where the bundle has some (kvhost/bundle_packages.py)
+PACKAGES = "packages"
+_PATH = re.compile(r"(?:wheels/|tools/|packages/)?[A-Za-z0-9][A-Za-z0-9._+!-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 Data = dict[str, Any]
 
@@ -70,6 +72,9 @@ def read_manifest(bundle: str) -> Data:
         good = isinstance(row, dict) and isinstance(row.get("bytes"), int)
         if not good or not _DIGEST.fullmatch(str(row.get("sha256"))):
             raise ValueError(f"{MANIFEST} has no size and sha256 of {path}")
+    release = manifest.get("packages")
+    if release is not None and f"{PACKAGES}/Packages" not in files:
+        raise ValueError(f"{MANIFEST} says packages of {release!r}, and names none")
     if not set(FOLDERS.values()) <= set(files):
         raise ValueError(f"{MANIFEST} does not name {' and '.join(FOLDERS.values())}")
     return manifest
