@@ -258,6 +258,14 @@ def engine_wheel(value: str) -> str:
     return value
 
 
+def hub_url(value: str) -> str:
+    """Address of a server: http or https, no user, password or query. Never repeats the value."""
+    path = _path_of_url(one_line(value))
+    if value.endswith("/") or "#" in value or path.endswith("/"):
+        raise Refusal("must be the address alone, without a slash at its end", None)
+    return value
+
+
 def verify_events(items: list[str]) -> list[str]:
     """Events of the restart test, each once."""
     wrong = [repr(one) for one in items if one not in EVENTS]

@@ -46,6 +46,7 @@ _Host = Annotated[str, AfterValidator(_values.api_host)]
 _Port = Annotated[int, AfterValidator(_values.port)]
 _RunnerArgs = Annotated[list[str], AfterValidator(_check_runner_args)]
 _Events = Annotated[list[str], AfterValidator(_values.verify_events)]
+_Url = Annotated[str, AfterValidator(_values.hub_url)]
 _Line = Annotated[str, AfterValidator(_values.one_line)]
 
 _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
@@ -198,6 +199,14 @@ class Settings(RunnerSettings, DriverSettings):
         "File on the controller, readable by its owner alone, with the token for the hub; without "
         "it, HF_TOKEN in the controller's environment; used only with org/name.",
         example="secrets/hf_token",
+        reaches_host=False,
+    )
+
+    hf_endpoint: _Url | None = setting(
+        _MODEL,
+        None,
+        "Address of a mirror of the Hugging Face hub that models are fetched from.",
+        example="https://hub.example.org",
         reaches_host=False,
     )
 

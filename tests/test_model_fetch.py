@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from click.testing import CliRunner, Result
 
 from kvhost.cli_model import model_command
 from tests.doubles.hub import COMMIT, REPO, Hub, serve
+from tests.e2e_tools import Done, make_site
 
 pytestmark = pytest.mark.engine
 SCRIPT = Path(__file__).resolve().parents[1] / "kvhost" / "onhost" / "model_fetch.py"
@@ -219,3 +223,63 @@ def test_the_command_says_which_commit_a_branch_is(hub: Hub) -> None:
     done = model(hub, HF_TOKEN=TOKEN)
     assert "gave no answer" in done.output
     assert TOKEN not in done.output
+
+
+STAGE = """
+import os
+from types import SimpleNamespace
+from deploys.model import deploy
+from kvhost.secrets import Secret
+from kvhost.settings import Settings
+base, token = os.environ["STAGE_BASE"], os.environ.get("STAGE_TOKEN")
+settings = Settings(
+    base_dir=base, model_source="org/tiny", model_revision=os.environ["STAGE_COMMIT"],
+    hf_endpoint=os.environ["STAGE_HUB"],
+)
+deploy(SimpleNamespace(
+    settings=settings, paths=settings.paths, user="root", env_dir=os.environ["STAGE_ENGINE"],
+    script=lambda name: f"kvhost/onhost/{name}.py", hf_token=Secret(token) if token else None,
+))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the stage runs as root")
+def test_the_stage_fetches_once_with_the_token_as_a_credential_and_is_offline_then(
+    engine: Path, hub: Hub
+) -> None:
+    base = Path(tempfile.mkdtemp(prefix="kvhost-stage-", dir="/var/lib"))
+    try:
+        (base / "secrets").mkdir()
+        (base / "home").mkdir()
+        repo = make_site(base / "site").repo
+        (repo / "stage.py").write_text(STAGE)
+        hub.token = TOKEN
+        env = {
+            **os.environ, "STAGE_BASE": str(base), "STAGE_TOKEN": TOKEN, "STAGE_COMMIT": COMMIT,
+            "STAGE_HUB": hub.endpoint, "STAGE_ENGINE": str(engine),
+        }  # fmt: skip
+
+        def stage() -> Done:
+            argv = [
+                str(Path(sys.executable).with_name("pyinfra")),
+                "@local",
+                "stage.py",
+                "-y",
+                "-v",
+            ]
+            done = subprocess.run(
+                argv, cwd=repo, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, check=False, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-3000:]
+            return Done(done.returncode, done.stdout)
+
+        first = stage()
+        here = base / "models" / f"org--tiny--{COMMIT[:12]}"
+        assert (here / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+        assert TOKEN not in first.text
+        assert (base / "secrets" / "hf-token").stat().st_mode & 0o777 == 0o600
+        env["STAGE_HUB"] = "http://127.0.0.1:9"  # the hub is away
+        assert stage().changed() == []
+    finally:
+        shutil.rmtree(base)

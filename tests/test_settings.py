@@ -234,7 +234,15 @@ def test_the_digest_is_stable() -> None:
 
 
 STAYS_ON_THE_CONTROLLER = {
-    *("engine_lock", "engine_bundle", "hf_token_file", "api_key_file", "break_lock", "disrupt"),
+    *(
+        "engine_lock",
+        "engine_bundle",
+        "hf_token_file",
+        "hf_endpoint",
+        "api_key_file",
+        "break_lock",
+        "disrupt",
+    ),
     "retry_failed",
     "remove_cache",
     "remove_models",

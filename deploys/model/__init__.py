@@ -67,6 +67,8 @@ def deploy(run: Run) -> None:
         )
     directories(name="model: directory", wanted=[Directory(here, run.user, "755")])
     env = {**service_env(run.settings, run.paths), "HF_HUB_OFFLINE": "0"}
+    if run.settings.hf_endpoint is not None:
+        env["HF_ENDPOINT"] = run.settings.hf_endpoint
     fetch = (
         f"{run.env_dir}/bin/python", run.script("model_fetch"), "--repo", source,
         "--revision", run.settings.model_revision or "", "--out", here,

@@ -196,7 +196,7 @@ class Fetch:
         marker = {"repo": self.args.repo, "revision": self.args.revision, "files": rows}
         temporary = os.path.join(self.out, MARKER + ".new")
         with open(temporary, "w", encoding="utf-8") as handle:
-            json.dump(marker, handle, indent=1)
+            json.dump(marker, handle)  # on one line: the stage reads the last
         os.replace(temporary, os.path.join(self.out, MARKER))
         say(f"{self.args.repo} is complete: {len(files)} files, each with the hub's digest")
 
