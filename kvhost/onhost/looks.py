@@ -2,8 +2,8 @@
 """Answers many looks at a host in one go: looks.py REQUEST, and prints one JSON object on a line.
 
 REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["file", PATH] | ["text", PATH],
-…], "lock": PATH of the run lock, "take": null or arguments for runlock.py}. With "take" the run
-lock is taken first; if that fails, nothing is looked at. Apart from that nothing is written.
+…], "lock": PATH of the run lock or null, "take": null or arguments for runlock.py}. With "take"
+the run lock is taken first; if that fails, nothing is looked at. Apart from that nothing is written.
 
 Of a command comes {"exit", "out"} (both outputs, as they came), of a file null when there is none,
 else {"kind", "owner", "group", "mode", "sha256", "target"}, of a text {"status": ok, absent or
@@ -186,7 +186,9 @@ def main() -> int:
         if done.returncode != 0:
             print(json.dumps({"refused": done.stdout.strip() or f"exit {done.returncode}"}))
             return 1
-    print(json.dumps({"answers": look(asks), "lock": lock_of(lock)}, separators=(",", ":")))
+    # without a lock: of an operation outside of a run (verify's, measure's)
+    told = lock_of(lock) if lock is not None else {}
+    print(json.dumps({"answers": look(asks), "lock": told}, separators=(",", ":")))
     return 0
 
 
