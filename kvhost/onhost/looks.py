@@ -3,7 +3,7 @@
 
 REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["file", PATH] | ["text", PATH],
 …], "lock": PATH of the run lock or null, "take": null or arguments for runlock.py}. With "take"
-the run lock is taken first; if that fails, nothing is looked at. Apart from that nothing is written.
+the run lock is taken first; if that fails, nothing is looked at. Nothing else is written.
 
 Of a command comes {"exit", "out"} (both outputs, as they came), of a file null when there is none,
 else {"kind", "owner", "group", "mode", "sha256", "target"}, of a text {"status": ok, absent or
