@@ -123,9 +123,10 @@ def _notes(question: Question, found: Architecture, kv: KvSize, weights: int | N
         )
     if any(part.kind == "state" for part in kv.parts):
         notes.append(
-            "A state holds one place of a sequence: it is stored once a checkpoint, and counted "
-            "once here. vLLM pads its page to that of attention, or the other way round; on CPUs "
-            "with AVX512_BF16 it keeps recurrent states in float32 (--state-dtype)."
+            "A state holds one place of a sequence and is counted once; LMCache stores one for "
+            "each step of the scheduler, which is more. vLLM pads its page to that of attention, "
+            "or the other way round; on CPUs with AVX512_BF16 it keeps recurrent states in "
+            "float32 (--state-dtype)."
         )
     if kv.ranks > 1 and any(part.kind == "latent" for part in kv.parts):
         notes.append("MLA keeps one latent for all heads: each GPU holds all of it.")
