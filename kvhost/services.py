@@ -14,7 +14,7 @@ from typing import Any
 from kvhost._values import SENT, is_sent
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
-from kvhost.runners import FIRST, config_name, runners_of
+from kvhost.runners import FIRST, config_name, ranks, runners_of
 from kvhost.settings import Settings
 
 #: Files that the services share with the host scripts
@@ -189,7 +189,9 @@ def runner_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
     """Environment of vLLM, and of whoever reads its configuration: lib/ holds modules of kvhost."""
     # CUDA and vLLM take UUIDs here (vllm/platforms/cuda.py asks NVML by them)
     gpus = {"CUDA_VISIBLE_DEVICES": ",".join(settings.gpus)} if settings.gpus else {}
-    return {**service_env(settings, paths), "PYTHONPATH": paths.lib, **gpus}
+    # bound by itself, vLLM on a CPU asks for a NUMA node for each rank, and ends without
+    ranked = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if ranks(settings) > 1 else {}
+    return {**service_env(settings, paths), "PYTHONPATH": paths.lib, **gpus, **ranked}
 
 
 def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict[str, Any]:

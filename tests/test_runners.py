@@ -194,6 +194,8 @@ def test_gpus_reach_the_runner_by_uuid_and_parallelism_its_configuration() -> No
     assert made["runner-second"]["env"]["CUDA_VISIBLE_DEVICES"] == f"{B},{C}"
     assert made["runner-second"]["before"][0][-6:-2] == ["--uuid", B, "--uuid", C]
     assert "CUDA_VISIBLE_DEVICES" not in made["cache"]["env"]
+    assert made["runner"]["env"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in described(check({}))["runner"]["env"]
     configs = [vllm_config(one.settings, ours.paths, with_key=False) for one in runners_of(ours)]
     assert [c["tensor-parallel-size"] for c in configs] == [2, 2]
     assert [c["gpu-memory-utilization"] for c in configs] == [0.5, 0.4]

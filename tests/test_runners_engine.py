@@ -91,7 +91,7 @@ def until(ready: Any, seconds: float = 60) -> None:
 
 
 def prompt(seed: int) -> list[int]:
-    return [random.Random(seed).randrange(20, 4000) for _ in range(TOKENS)]
+    return [random.Random(seed).randrange(20, 240) for _ in range(TOKENS)]
 
 
 @pytest.fixture(scope="module")
