@@ -99,6 +99,40 @@ def test_a_run_whose_lock_is_gone_is_told(lock: Lock) -> None:
     assert not lock.path.exists()
 
 
+def program(base: Path, name: str) -> subprocess.Popen[bytes]:
+    """A program of kvhost at work on this host, as a lost connection leaves it."""
+    path = base / "bin" / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import time\ntime.sleep(60)\n")
+    return subprocess.Popen([sys.executable, str(path), "install"])
+
+
+def test_what_a_dead_run_left_at_work_is_ended_first_and_nothing_else(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    (base / "state").mkdir(parents=True)
+    lock = Lock(base / "state/run.lock")
+    (tmp_path / "other").mkdir()
+    mine, service, others = (
+        program(base, "engine"), program(base, "pruner"), program(tmp_path / "other", "engine"),
+    )  # fmt: skip
+    try:
+        assert lock.rc("take", "a") == 0
+        assert lock.rc("take", "b") == 1  # not his: nothing is ended
+        assert mine.poll() is None
+        assert lock.rc("take", "b", "--dead", "a") == 0
+        assert mine.wait(10) == -15
+        mine = program(base, "generations")
+        assert lock.rc("keep", "b") == 0
+        assert mine.poll() is None
+        assert lock.rc("drop", "b") == 0
+        assert mine.wait(10) == -15
+        assert (service.poll(), others.poll()) == (None, None)
+    finally:
+        for process in (mine, service, others):
+            process.kill()
+            process.wait()
+
+
 STALE = runlock.STALE_AFTER_S + 5
 
 

@@ -6,6 +6,8 @@ run is named by --break, when its controller says that the run is dead (--dead R
 nothing refreshed it for 30 minutes; with --last not if another run held it since that one, for what
 was looked at without the lock may have changed. keep: refreshes it. drop: removes it, if it is
 still ours.
+What a run that is gone left at work (a connection's end does not end it) is ended before its lock
+goes to another, or is dropped.
 A lock that cannot be read counts as held by the run "unreadable" since it was written.
 Exit: 0 done; 1 held by another (its owner is printed; {} when keep finds no lock at all; a last
 run that is not the one of --last);
@@ -15,14 +17,22 @@ run that is not the one of --last);
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
 
 STALE_AFTER_S = 30 * 60
+#: what a run starts and waits for; each may be killed at any step, and the next run completes it
+PROGRAMS = (
+    "drive_apply", "drive_grow", "drive_release", "engine", "evidence", "generations",
+    "model_builtin", "model_fetch", "own_files", "purge", "resolve", "services", "uninstall",
+)  # fmt: skip
+PATIENCE_S = 5.0
 
 
 def boot_id() -> str:
@@ -72,6 +82,35 @@ def may_take(lock: dict[str, Any], args: argparse.Namespace) -> bool:
     return lock["run_id"] in (args.dead, args.break_) or age_s(lock) > STALE_AFTER_S
 
 
+def left_at_work(base: str) -> list[int]:
+    """Processes that run one of PROGRAMS of this installation."""
+    wanted = {f"{base}/bin/{name}.py" for name in PROGRAMS}
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as handle:
+                argv = handle.read().decode(errors="replace").split("\0")
+        except OSError:
+            continue  # it has just ended
+        # the program itself, not a shell or sudo that has it in its command line
+        if wanted & set(argv[:3]):
+            found.append(pid)
+    return found
+
+
+def end_left(base: str) -> None:
+    """Ends them: SIGTERM, and SIGKILL to what does not listen."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        pids = left_at_work(base)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                print(f"runlock: ended process {pid} of a run that is gone", file=sys.stderr)
+        deadline = time.monotonic() + PATIENCE_S
+        while pids and left_at_work(base) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
 def act(args: argparse.Namespace, owner: dict[str, Any]) -> int:
     """Raises OSError."""
     # what decides is the file's content; flock only keeps two takers apart for that moment
@@ -79,8 +118,10 @@ def act(args: argparse.Namespace, owner: dict[str, Any]) -> int:
     fcntl.flock(guard, fcntl.LOCK_EX)  # until this process ends
     lock = read(args.file)
     ours = lock is not None and lock["run_id"] == owner["run_id"]
+    base = os.path.dirname(os.path.dirname(os.path.abspath(args.file)))
     if args.command == "drop":
         if ours:
+            end_left(base)
             os.unlink(args.file)
         elif lock is not None:
             print(json.dumps(lock))
@@ -97,6 +138,8 @@ def act(args: argparse.Namespace, owner: dict[str, Any]) -> int:
             return 1
         os.ftruncate(guard, 0)
         os.pwrite(guard, owner["run_id"].encode(), 0)
+    if lock is not None and not ours:
+        end_left(base)
     now = time.time()
     started = lock.get("started_unix", now) if ours and lock else now
     times = {"refreshed_unix": now, "boot_id": boot_id(), "refreshed_boottime": boottime()}
