@@ -151,9 +151,11 @@ def rate(answer: dict[str, Any], way: str) -> dict[str, Any]:
     if job["error"]:
         raise Refused(f"fio {job['jobname']}: error {job['error']}")
     part = job[way]
+    if not part["io_bytes"]:
+        raise Refused(f"fio {job['jobname']}: not a byte in {part['runtime']} ms")
     late = part.get("clat_ns", {}).get("percentile", {}).get("99.000000")
     return {"bytes": part["io_bytes"], "seconds": part["runtime"] / 1000,
-            "bytes_per_s": part["bw_bytes"],
+            "bytes_per_s": part["bw_bytes"] or part["io_bytes"] * 1000.0,
             "p99_s": late / 1e9 if late is not None else None}  # fmt: skip
 
 
