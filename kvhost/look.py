@@ -47,7 +47,11 @@ def volumes(report: HostReport) -> list[str]:
 def container(report: HostReport) -> bool:
     """A container without systemd: what its provider calls a pod, or an instance."""
     pid1 = report.pid1.data
-    return pid1 is not None and not pid1.systemd and pid1.container is not None
+    if pid1 is None or pid1.systemd:
+        return False
+    # a first process that writes over its environment (sshd does) tells no kind
+    layered = any(m.mount_point == "/" and m.fs in OWN_DISK for m in report.mounts.data or [])
+    return pid1.container is not None or layered
 
 
 def complete(entry: MutableMapping[str, Any], seen: Seen) -> None:

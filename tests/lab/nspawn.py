@@ -104,6 +104,11 @@ class Host:
     # Its life
 
     def make(self) -> None:
+        self.make_disk()
+        self.make_network()
+
+    def make_disk(self) -> None:
+        """A root file system as the image has it."""
         for name in ("root", "upper", "work"):
             (self.folder / name).mkdir(parents=True)
         options = f"lowerdir={self.lower},upperdir={self.folder}/upper,workdir={self.folder}/work"
@@ -112,6 +117,8 @@ class Host:
         (self.tree / "etc/hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
         keys = self.tree / f"home/{USER}/.ssh/authorized_keys"
         keys.write_text(self.lab.key.with_suffix(".pub").read_text())
+
+    def make_network(self) -> None:
         net, end = self.netns, f"v{self.number}"
         sh("ip", "netns", "add", net)
         sh("ip", "link", "add", end, "netns", self.lab.name, "type", "veth",
