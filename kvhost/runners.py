@@ -6,6 +6,7 @@ other; the tier and its pruner are one for all. Pure functions of settings.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvhost._runner_args import count_flag
@@ -74,6 +75,15 @@ def of_a_runner(name: str) -> bool:
     """Whether a file of etc/ with that name is a further runner's: its description, its
     configuration or its unit."""
     return FURTHER.fullmatch(name) is not None
+
+
+def left_over(there: Collection[str], wanted: Collection[str], etc: str) -> list[str]:
+    """Descriptions, configurations and units in ``etc`` of runners that the settings have no more:
+    without its description services.py takes a runner away, and stops it."""
+    named = {path: path.rpartition("/") for path in there if path not in wanted}
+    return sorted(
+        path for path, (folder, _, name) in named.items() if folder == etc and of_a_runner(name)
+    )
 
 
 def whose_config(name: str) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvhost.onhost import ready
 from kvhost.plan import ModelNeed, Plan, make_plan, planned
-from kvhost.runners import asked_runner, of_a_runner, runners_of
+from kvhost.runners import asked_runner, left_over, runners_of
 from kvhost.services import services, vllm_config
 from kvhost.settings import Settings, settings_digest
 from kvhost.units import unit_text
@@ -213,21 +213,14 @@ def test_a_unit_of_its_own_asks_its_own_runner() -> None:
     assert "After=kvhost-cache.service" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "mine"),
-    [
-        ("runner-second.json", True),
-        ("vllm-second.yaml", True),
-        ("kvhost-runner-second.service", True),
-        ("runner.json", False),
-        ("vllm.yaml", False),
-        ("kvhost-runner.service", False),
-        ("kvhost-cache.service", False),
-        ("model-digest", False),
-    ],
-)
-def test_which_files_go_with_a_runner_that_goes(name: str, mine: bool) -> None:
-    assert of_a_runner(name) is mine
+def test_which_files_go_with_a_runner_that_goes() -> None:
+    gone = ("kvhost-runner-gone.service", "runner-gone.json", "vllm-gone.yaml")
+    stays = ("cache.json", "kvhost-runner.service", "model-digest", "runner.json", "vllm.yaml")
+    wanted = ("runner-second.json", "vllm-second.yaml")
+    there = [f"/b/etc/{name}" for name in (*gone, *stays, *wanted)]
+    there.append("/b/bin/runner-gone.json")
+    found = left_over(there, [f"/b/etc/{name}" for name in wanted], "/b/etc")
+    assert found == [f"/b/etc/{name}" for name in gone]
 
 
 # The plan

@@ -39,7 +39,7 @@ from deploys.common.rendered import (
 )
 from kvhost.onhost.report_held import MARKER as ENGINE_MARKER
 from kvhost.receipt import make_receipt, system_of
-from kvhost.runners import of_a_runner
+from kvhost.runners import left_over
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -52,17 +52,13 @@ def service_texts(run: Run, late: Late) -> dict[str, str]:
     }
 
 
-def left_over(run: Run, texts: dict[str, str]) -> list[str]:
-    """Descriptions and configurations of runners that the settings do not have any more. Without
-    its description services.py takes a runner's unit or program away, and stops it."""
+def gone_runners(run: Run, texts: dict[str, str]) -> list[str]:
+    """Files of runners that the settings do not have any more, as the report told them when the
+    run began."""
     kvhost = run.report.kvhost.data
     there = (kvhost.files.data if kvhost else None) or {}
     wanted = {*texts, *vllm_yamls(run.settings, with_key=run.with_key)}
-    mine = {path: path.rpartition("/") for path in there if path not in wanted}
-    return sorted(
-        path for path, (folder, _, name) in mine.items()
-        if folder == run.paths.etc and of_a_runner(name)
-    )  # fmt: skip
+    return left_over(there, wanted, run.paths.etc)
 
 
 def service_file_paths(run: Run) -> list[str]:
@@ -107,7 +103,7 @@ def service_files(run: Run) -> Commands:
         yield not_resolved(late)
         return
     texts = service_texts(run, late)
-    if gone := left_over(run, texts):
+    if gone := gone_runners(run, texts):
         yield StringCommand(shlex.join(("rm", "-f", "--", *gone)))
     wanted = [TextFile(path, text) for path, text in texts.items()]
     yield from write_files(wanted, f"{run.paths.state}/services.tar")
