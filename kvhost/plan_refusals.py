@@ -334,13 +334,15 @@ def _model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
         wanted = per_token * tokens
         if wanted > gib * GIB:
             fits = int(gib * GIB // per_token)
+            short = settings.kv_cache_dtype == "auto"
+            fp8 = ", or kv_cache_dtype = 'fp8' (it begins a new cache)" if short else ""
             yield Refusal(
                 "model",
                 "kv_too_small",
                 "one request of max_model_len tokens does not fit into the engine's KV memory",
                 f"{size(wanted)}: {tokens} tokens of {size(per_token)} each",
                 f"engine_kv_gib = {gib} GiB" + f" of {runner.title}" * (runner.service != FIRST),
-                f"engine_kv_gib = {math.ceil(wanted / GIB)}, or max_model_len = {fits}",
+                f"engine_kv_gib = {math.ceil(wanted / GIB)}, or max_model_len = {fits}" + fp8,
             )
 
 
