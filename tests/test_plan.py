@@ -256,8 +256,8 @@ def test_fixes_name_values_that_work() -> None:
     assert "cache_limit_gib to 19" in fixes(small)
     assert plan(small, cache_limit_gib=19.0).refusals == ()
     need = ModelNeed(GIB, 65536, 40960)
-    small = fixes({}, {"model": need})
-    assert "engine_kv_gib = 2, or max_model_len = 16384, or kv_cache_dtype = 'fp8'" in small
+    words = fixes({}, {"model": need})
+    assert "engine_kv_gib = 2, or max_model_len = 16384, or kv_cache_dtype = 'fp8'" in words
     assert "fp8" not in fixes({}, {"model": need, "kv_cache_dtype": "fp8"})
     facts = replace(FACTS, model=need)
     assert plan({}, facts, max_model_len=16384).refusals == ()
