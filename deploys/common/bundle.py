@@ -24,7 +24,8 @@ class Place:
 
 
 def bundle_place(run: Run) -> Place | None:
-    """None where no bundle is set. Raises OSError: it was there when the plan was made."""
+    """None where no bundle is set. One that cannot be read has no manifest: the plan has refused
+    it, unless everything is installed already."""
     setting = run.settings.engine_bundle
     if setting is None:
         return None
@@ -34,8 +35,8 @@ def bundle_place(run: Run) -> Place | None:
     try:
         manifest = read_manifest(str(source))
         digest = hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()
-    except FileNotFoundError:
-        manifest, digest = None, "gone"  # no matter where everything is installed
+    except (OSError, ValueError):
+        manifest, digest = None, "gone"
     if run.host.startswith("@local"):
         return Place(str(source), None, manifest)  # this machine's own: read where it lies
     return Place(f"{run.paths.bundle}/{digest[:16]}", source, manifest)

@@ -191,7 +191,9 @@ class Fetch:
 
     def complete(self, files: list[File]) -> None:
         """The marker comes last, and when all is on the disk."""
-        rows = {f.name: {"bytes": f.size, "sha256": digests(self.path(f))[0]} for f in files}
+        rows = {
+            f.name: {"bytes": f.size, "sha256": f.sha256 or digests(self.path(f))[0]} for f in files
+        }
         os.sync()
         marker = {"repo": self.args.repo, "revision": self.args.revision, "files": rows}
         temporary = os.path.join(self.out, MARKER + ".new")
