@@ -286,7 +286,10 @@ def _of_runner(detail: ErrorDetails) -> Problem:
     elif detail["type"] == "extra_forbidden":
         meant = nearest(str(where[1]), MoreRunner.model_fields)
         what = f"{place}: a further runner has no {name} of its own"
-        what += f"; did you mean {meant}?" if meant else ""
+        if where[1] in Settings.model_fields:
+            what += ": it is one for all runners of a host, which share their cache"
+        elif meant:
+            what += f"; did you mean {meant}?"
     else:
         what = f"{place}, {name}: {cause.what if isinstance(cause, Refusal) else detail['msg']}"
     return Problem("more_runners", what, _write("more_runners"))

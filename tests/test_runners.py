@@ -56,6 +56,10 @@ def two(**more: Any) -> Settings:
         ({"more_runners": [{"name": "b"}]}, "item 1 has no api_port"),
         ({"more_runners": [SECOND, {**SECOND, "prt": 1}]}, "item 2: a further runner has no prt"),
         ({"more_runners": [{**SECOND, "api_prt": 1}]}, "did you mean api_port?"),
+        (
+            {"more_runners": [{**SECOND, "model_source": "/m"}]},
+            "it is one for all runners of a host",
+        ),
         ({"more_runners": ["b"]}, "item 1 must be a mapping with name and api_port"),
         ({"more_runners": "b"}, "must be a list"),
         ({"more_runners": [{**SECOND, "name": "a-b"}]}, "item 1, name: a name is a small letter"),
