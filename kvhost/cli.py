@@ -72,12 +72,14 @@ def main() -> None:
 @click.option(
     "--wait", "wait_s", type=click.IntRange(0, 86_400), default=0, help="Seconds between batches."
 )
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end, on stdout.")
 @passed_on
 def up(
     inventory: str,
     batch: int | None,
     canary: str | None,
     wait_s: int,
+    as_json: bool,
     pyinfra_args: tuple[str, ...],
 ) -> None:
     """Provision, test, and show the verdict.
@@ -92,7 +94,12 @@ def up(
     if "--dry" in pyinfra_args:
         sys.exit(one(pyinfra_args))
     rolling = cli_up.Rolling(batch, canary, wait_s)
-    sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling))
+    if not as_json:
+        sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling))
+    with cli_up.stdout_kept() as stdout:
+        code = cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling)
+        stdout.write(cli_up.as_json(code) + "\n")
+    sys.exit(code)
 
 
 @main.command(context_settings=PASS_ALL, epilog=MORE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -234,3 +238,36 @@ def show(told: Told, command: Sequence[str]) -> None:
     again = journal.retry_command(command, rows)
     if again is not None:
         click.echo(f"Once that is mended, for these hosts alone:\n  {again}")
+
+
+@contextmanager
+def stdout_kept() -> Iterator[TextIO]:
+    """What this process and its children print goes to stderr; yields the stdout of before."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as stdout:
+            yield stdout
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def as_json(code: int) -> str:
+    """The run that just ended: {"exit", "time", "journal", "hosts": [a row each], "retry"}."""
+    path = journal.newest(journal.runs_dir())
+    if path is None:
+        return json.dumps({"exit": code, "time": None, "journal": None, "hosts": [], "retry": None})
+    told = journal.read_journal(path)
+    rows = list(told.rows.values())
+    return json.dumps(
+        {
+            "exit": code,
+            "time": told.time,
+            "journal": str(path),
+            "hosts": [{**asdict(row), "good": row.good} for row in rows],
+            "retry": journal.retry_command(told.command, rows),
+        }
+    )

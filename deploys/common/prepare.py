@@ -19,6 +19,7 @@ from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
 from deploys.common.rendered import gpus_of, vllm_yamls
 from deploys.common.runlock import is_dead
+from kvhost import progress
 from kvhost.bundle import bundle_refusals
 from kvhost.derive import derived
 from kvhost.drive_order import drive_order
@@ -134,6 +135,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         matrix, mirror = load_matrix(REPO / "locks"), mirror_of(settings)
     except (SecretError, LockError, MirrorError) as error:
         raise DeployError(f"{host.name}: {error}") from error
+    progress.tell(host.name, "looked at")
     try:
         report = gather(settings)
     except ReportError as error:
@@ -262,6 +264,7 @@ def only_packages(report: HostReport, names: tuple[str, ...]) -> HostReport:
 
 def show(plan: Plan) -> None:
     _plans[host.name] = plan
+    progress.tell(host.name, "refused" if plan.refusals else "planned")
     if plan.refusals:
         codes = [refusal.code for refusal in plan.refusals]
         tell("refused", host=host.name, why=", ".join(codes))
