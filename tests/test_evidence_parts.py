@@ -8,16 +8,19 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvhost.onhost import evidence as collector
 from kvhost.onhost import evidence_config, evidence_events, ready
 from kvhost.onhost import evidence_probe as probe
+from kvhost.onhost.evidence_other import credentials
 
 pytestmark = pytest.mark.verdict
 ONHOST = Path(collector.__file__).parent
@@ -261,3 +264,17 @@ def test_root_moves_files_as_their_owner() -> None:
         assert (tier / "ns-a/one.data").stat().st_uid == 65534
     finally:
         shutil.rmtree(top)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: files of another user")
+def test_the_secrets_of_a_second_pair_are_its_users_alone(tmp_path: Path) -> None:
+    key, folder = tmp_path / "key", tmp_path / "other-credentials"
+    key.write_text("sk-1\n")
+    services: dict[str, Any] = {"cache": {}, "runner": {"secret_env": {"VLLM_API_KEY": str(key)}}}
+    told = credentials(services, str(folder), "nobody")
+    assert told == {"CREDENTIALS_DIRECTORY": str(folder)}
+    assert (folder / "key").read_text() == "sk-1\n"
+    rows = [(path.owner(), stat.S_IMODE(path.stat().st_mode)) for path in (folder, folder / "key")]
+    assert rows == [("nobody", 0o700), ("nobody", 0o400)]
+    assert credentials({"cache": {}, "runner": {}}, str(tmp_path / "none"), "nobody") == {}
+    assert not (tmp_path / "none").exists()

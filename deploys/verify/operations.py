@@ -98,6 +98,7 @@ def other_pair(run: Run, late: Late) -> dict[str, Any]:
     ids = ("--reuid", run.user, "--regid", run.user, "--init-groups", "--inh-caps=-all")
     api = "http://127.0.0.1:{api_port}"
     return {
+        "user": run.user,
         "start": ["setpriv", *ids, run.tools_python, run.script("launch")],
         "services": second_pair(run.settings, run.paths, namespace, with_key=run.with_key),
         "api_base": api,

@@ -34,8 +34,9 @@ The config is one JSON object. All URLs are plain HTTP on this host; paths are a
   heartbeat_s 10 (of the engine at the cache server); engines 1 (workers that register with
   the cache server: ranks times runners); other null: how a second pair is started,
   {"start": [str, ...], "services": {"cache": SPEC, "runner": SPEC}, "api_base", "metrics_url",
-  "cache_http"}, SPEC as launch.py reads it, "start" gets its path as last argument, "{api_port}",
-  "{cache_port}" and "{cache_http_port}" are filled in;
+  "cache_http", "user": str|null, who may read their secrets}, SPEC as launch.py reads it,
+  "start" gets its path as last argument, "{api_port}", "{cache_port}" and "{cache_http_port}"
+  are filled in;
   timeouts {"request_s": 600, "ready_s": 600, "restart_s": 180, "write_s": 120, "stable_s": 2,
   "settle_s": 10, "registered_s": 60, "flush_s": 900}, seconds.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,26 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def credentials(services: Json, folder: str, user: str | None) -> dict[str, str]:
+    """A directory with the services' secrets, readable by their user alone, as a variable for
+    launch.py; none without secrets. Where systemd hands them over they are in root's files."""
+    secrets = {path for one in services.values() for path in one.get("secret_env", {}).values()}
+    if not secrets:
+        return {}
+    os.mkdir(folder, 0o700)
+    for path in sorted(secrets):
+        with open(path, "rb") as source:
+            text = source.read()
+        name = os.path.join(folder, os.path.basename(path))
+        with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as copy:
+            copy.write(text)
+        if user:
+            shutil.chown(name, user)
+    if user:  # last: until here nobody else can put a link in there
+        shutil.chown(folder, user)
+    return {"CREDENTIALS_DIRECTORY": folder}
+
+
 class SecondPair:
     """Started by `start`, which makes the collector ask it, ended by `stop`."""
 
@@ -41,6 +62,8 @@ class SecondPair:
         self.running: list[subprocess.Popen[bytes]] = []
         self.first = dict(test.asked)
         self.made: list[str] = []
+        state = os.path.dirname(test.config["own_requests"])
+        self.secrets = os.path.join(state, "other-credentials")
 
     def start(self) -> Json:
         """Raises ValueError, OSError; what was started by then is ended by `stop`."""
@@ -52,6 +75,8 @@ class SecondPair:
         state = os.path.dirname(self.test.config["own_requests"])
         own = os.path.join(state, "other-requests.json")
         self.made.append(own)
+        shutil.rmtree(self.secrets, ignore_errors=True)  # of a run that was killed
+        env = {**os.environ, **credentials(given["services"], self.secrets, given.get("user"))}
         self.test.asked = {
             **{key: given[key] for key in ("api_base", "metrics_url", "cache_http")},
             "own_requests": own,
@@ -71,6 +96,7 @@ class SecondPair:
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        env=env,
                     )
                 )
             self.test.config["services"][name]["log"], first = log, self.test.log_of(name)
@@ -93,6 +119,7 @@ class SecondPair:
                         os.kill(pid, signal.SIGKILL)
                 one.wait()
         codes = [one.returncode for one in self.running]
+        shutil.rmtree(self.secrets, ignore_errors=True)
         self.test.asked = self.first
         for path in self.made:
             with contextlib.suppress(FileNotFoundError):
