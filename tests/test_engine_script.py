@@ -602,3 +602,40 @@ def test_credentials_are_masked(text: str, masked: str) -> None:
 def test_each_kind_of_failure_has_its_hint(said: str, expected: str) -> None:
     assert expected in engine_pip.hint(said, "PLACES", "3 MB")
     assert engine_pip.hint("something else", "PLACES", "3 MB") == ""
+
+
+DRIVER = """
+mount -t tmpfs none /proc/driver && mkdir /proc/driver/nvidia
+echo "$0" > /proc/driver/nvidia/version && exec "$@"
+"""
+
+
+@needs_uv
+@root_only
+def test_with_another_driver_it_is_proven_again_and_not_built(place: Place) -> None:
+    place.more = ["--cuda", "13", "--gpus", "8.9"]
+
+    def under(driver: str, *argv: str, rc: int = 0) -> str:
+        words = ["unshare", "-m", "sh", "-ec", DRIVER, driver, *argv]
+        done = subprocess.run(words, env=place.environ(), capture_output=True, text=True,
+                              check=False, timeout=60)  # fmt: skip
+        assert done.returncode == rc, done.stderr
+        return done.stdout + done.stderr
+
+    def proven(driver: str) -> bool:
+        argv = (sys.executable, str(ENGINE), "status", "--env", str(place.env))
+        state = json.loads(under(driver, *argv))
+        assert state["complete"]
+        return bool(state["proven"])
+
+    assert "ABI check" in under("NVRM version: 580.65.06", *place.argv())
+    built = (place.env / "pyvenv.cfg").stat().st_mtime_ns
+    assert proven("NVRM version: 580.65.06")
+    assert not proven("NVRM version: 580.95.05")
+    place.abi.write_text("import sys\nsys.exit('the new driver does not run it')\n")
+    assert "does not run it" in under("NVRM version: 580.95.05", *place.argv(), rc=1)
+    assert proven("NVRM version: 580.65.06")  # as it was: nothing is removed
+    place.abi.write_text(ABI_DOUBLE)
+    assert "proven again" in under("NVRM version: 580.95.05", *place.argv())
+    assert proven("NVRM version: 580.95.05")
+    assert (place.env / "pyvenv.cfg").stat().st_mtime_ns == built

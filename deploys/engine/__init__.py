@@ -114,7 +114,7 @@ def deploy(run: Run) -> None:
             *(("--bundle", place.on_host) if place else ()),
             *proof,
         ),
-        when_ok=lambda state: bool(state["complete"]),
+        when_ok=lambda state: bool(state["complete"] and state["proven"]),
     )  # fmt: skip
     if place is not None and place.source is not None:
         run_unless(

@@ -161,7 +161,19 @@ def is_complete(env: str) -> dict[str, Any]:
         return {"complete": False, "why": why}
     if os.path.lexists(damaged(env)):
         return {"complete": False, "why": f"built, but {damaged(env)} is not removed yet"}
-    return {"complete": True, "why": None, "lock": marker.get("lock"), "bytes": now["bytes"]}
+    # one for a GPU is proven with one driver
+    proven = not marker.get("cuda") or marker.get("driver") == gpu_driver()
+    told = {"complete": True, "why": None, "lock": marker.get("lock"), "bytes": now["bytes"]}
+    return {**told, "proven": proven}
+
+
+def gpu_driver() -> str | None:
+    """What the loaded driver of NVIDIA's says of itself."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8", errors="replace") as handle:
+            return handle.readline().strip()
+    except OSError:
+        return None
 
 
 def damaged(env: str) -> str:
@@ -311,6 +323,16 @@ class Build:
             raise Failed(f"the ABI check failed: {', '.join(failed)} (see above)")
         return checks
 
+    def proof(self, checks: list[dict[str, str]]) -> dict[str, Any]:
+        about = {"lock": self.args.lock_digest, "cuda": self.args.cuda, "driver": gpu_driver()}
+        return {**about, "abi": checks}
+
+    def prove_again(self) -> None:
+        """The driver is another one than the environment was proven with; nothing is built."""
+        say("another driver than this environment was proven with: it is proven again")
+        marker = read_marker(self.env) or {}
+        write_marker(self.env, {**marker, **self.proof(self.abi_check())})
+
     def run(self) -> None:
         began = time.monotonic()
         self.make_room()
@@ -321,7 +343,7 @@ class Build:
         step_done("packages")
         checks = self.abi_check()
         step_done("abi")
-        marker = {"lock": self.args.lock_digest, "abi": checks, **tree_manifest(self.env)}
+        marker = {**self.proof(checks), **tree_manifest(self.env)}
         write_marker(self.env, marker)
         step_done("marker")
         remove(damaged(self.env))
@@ -346,7 +368,10 @@ def install(args: argparse.Namespace) -> None:
     args.env = os.path.abspath(args.env)
     if has_marker(args.env):
         remove(damaged(args.env))  # a run was killed before it could
-    if is_complete(args.env)["complete"]:
+    state = is_complete(args.env)
+    if state["complete"]:
+        if not state["proven"]:
+            Build(args).prove_again()
         say("complete already: " + args.env)
         return
     build = Build(args)
