@@ -139,7 +139,7 @@ class Bare:
         self.site, self.host = site, host
         for folder in ("bin", "state", "run"):
             host.root("mkdir", "-p", f"{BASE}/{folder}")
-        for name in ("driver_apply", "report_gpu"):
+        for name in ("driver_apply", "driver_look", "report_gpu"):
             host.write(f"{BASE}/bin/{name}.py", (REPO / f"kvhost/onhost/{name}.py").read_text())
         host.root("rm", "/usr/sbin/modprobe")
         host.write("/usr/sbin/modprobe", MODPROBE)
@@ -249,9 +249,17 @@ def test_what_others_need_is_not_removed(site: DriverSite, bare: Bare) -> None:
     site.distribution.add(Deb("renderfarm", "1.0", f"nvidia-smi (= {OLDER}-1)"))
     bare.host.root("apt-get", "-q", "update")
     bare.host.root("apt-get", "-q", "-y", "install", "renderfarm")
+    bare.apply(order(site, site.vendor))  # held again
     said = bare.apply(order(site, site.vendor, version=VERSION), code=1)
     assert "apt would remove renderfarm, which is no part of a driver" in said
-    assert versions(bare.host)["nvidia-smi"][0] == f"{OLDER}-1"
+    assert versions(bare.host)["nvidia-smi"] == (f"{OLDER}-1", True)
+    assert OLDER in bare.host.read("/etc/apt/preferences.d/kvhost-driver")
+    # a hold of somebody else's is respected
+    bare.host.root("apt-get", "-q", "-y", "purge", "renderfarm")
+    state = json.loads(bare.host.read(f"{BASE}/state/driver.json"))
+    bare.host.write(f"{BASE}/state/driver.json", json.dumps({**state, "held": []}))
+    said = bare.apply(order(site, site.vendor, version=VERSION), code=1)
+    assert "held broken packages" in said
 
 
 @pytest.mark.full

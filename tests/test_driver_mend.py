@@ -9,6 +9,7 @@ import pytest
 from kvhost.driver import decide, expected_gpus
 from kvhost.driver_mend import INSTALL, OTHERS, Mend, mend_of
 from kvhost.driver_sources import NVIDIA, MirrorError, Source, mirror_of
+from kvhost.onhost import driver_look
 from kvhost.report import HostReport
 from kvhost.settings import Settings
 from tests.plan_cases import changed, ok, service
@@ -207,3 +208,29 @@ def test_the_gpus_that_cuda_should_see() -> None:
         "8.9",
         "?",
     ]
+
+
+def test_which_packages_are_a_drivers() -> None:
+    own = (
+        "nvidia-driver-cuda libnvidia-ml1 libcuda1 libnvcuvid1 cuda-drivers-580 nvidia-smi "
+        "linux-modules-nvidia-580-server-open-6.8.0-60-generic xserver-xorg-video-nvidia-580"
+    )
+    others = (
+        "libnvme1 nvme-cli libcudart13 cuda-toolkit-13-0 nvidia-container-toolkit dkms "
+        "libnvidia-container1 linux-modules-6.8.0-60-generic linux-image-6.8.0-60-generic"
+    )
+    assert [name for name in own.split() if not driver_look.DRIVER.match(name)] == []
+    assert [name for name in others.split() if driver_look.DRIVER.match(name)] == []
+
+
+@pytest.mark.parametrize(
+    "version, upstream",
+    [
+        ("580.95.05-1", "580.95.05"),
+        ("580.95.05-0ubuntu0.24.04.1", "580.95.05"),
+        ("1:580.95.05-1~deb12u1", "580.95.05"),
+        ("580.95.05+ds-1", "580.95.05"),
+    ],
+)
+def test_the_drivers_version_in_a_packages(version: str, upstream: str) -> None:
+    assert driver_look.upstream(version) == upstream

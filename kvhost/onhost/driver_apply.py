@@ -19,32 +19,76 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvhost.onhost import report_gpu
-else:  # it lies beside this file on a host, where there is no package kvhost
+    from kvhost.onhost.driver_look import (
+        DRIVER,
+        ROOT,
+        Data,
+        Failed,
+        boot_id,
+        installed,
+        loaded,
+        of_version,
+        read,
+        run,
+        say,
+        services,
+        step_done,
+        upstream,
+        users,
+        write,
+    )
+else:  # they lie beside this file on a host, where there is no package kvhost
     try:
         import report_gpu
+        from driver_look import (
+            DRIVER,
+            ROOT,
+            Data,
+            Failed,
+            boot_id,
+            installed,
+            loaded,
+            of_version,
+            read,
+            run,
+            say,
+            services,
+            step_done,
+            upstream,
+            users,
+            write,
+        )
     except ImportError:
         from kvhost.onhost import report_gpu
+        from kvhost.onhost.driver_look import (
+            DRIVER,
+            ROOT,
+            Data,
+            Failed,
+            boot_id,
+            installed,
+            loaded,
+            of_version,
+            read,
+            run,
+            say,
+            services,
+            step_done,
+            upstream,
+            users,
+            write,
+        )
 
-ROOT = Path("/")  # tests put a directory of their own here
 STEPS = (
-    "source",
-    "update",
-    "pin",
-    "aside",
-    "packages",
-    "build",
-    "hold",
-    "nouveau",
-    "daemon",
+    *("source", "update", "pin", "aside", "packages", "build", "hold", "nouveau", "daemon"),
     "load",
 )
 SOURCE = "etc/apt/sources.list.d/kvhost-driver.sources"
@@ -53,145 +97,14 @@ PIN = "etc/apt/preferences.d/kvhost-driver"
 UPGRADES = "etc/apt/apt.conf.d/99kvhost-driver"
 NOUVEAU = "etc/modprobe.d/kvhost-nouveau.conf"
 BLACKLIST = "# kvhost: the GPU is NVIDIA's driver's\nblacklist nouveau\noptions nouveau modeset=0\n"
-#: packages of a driver; the container toolkit is none
-DRIVER = re.compile(
-    r"(nvidia-|libnvidia-|cuda-drivers|libcuda1$|libnv|linux-(modules|objects|signatures)-nvidia-"
-    r"|xserver-xorg-video-nvidia|firmware-nvidia-)(?!.*container)"
-)
 #: as patterns of unattended-upgrades, which are matched at the start of a name
 NOT_UPGRADED = ("nvidia-", "libnvidia-", "cuda-drivers", "libcuda1", "linux-modules-nvidia-")
-PINNED = "nvidia-* libnvidia-* cuda-drivers* libcuda1 libnv* xserver-xorg-video-nvidia*"
-#: processes that have the device open and end with it
-DAEMONS = ("nvidia-persiste", "nv-fabricmanage", "nv-hostengine")
+PINNED = (
+    "nvidia-* libnvidia-* cuda-drivers* libcuda1 libnvcuvid* libnvoptix* libcudadebugger* "
+    "xserver-xorg-video-nvidia*"
+)
 APT = ("apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3")
 INSTALL = ("--no-install-recommends", "--allow-downgrades", "--allow-change-held-packages")
-Data = dict[str, Any]
-
-
-class Failed(Exception):
-    """Why, for people."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def step_done(name: str) -> None:
-    """Tests stop the run dead after any step: KVHOST_TEST_DIE_AFTER=driver:packages."""
-    if os.environ.get("KVHOST_TEST_DIE_AFTER") == "driver:" + name:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run(*argv: str, quiet: bool = True) -> str:
-    """Stdout. Raises Failed with what the command said; without ``quiet`` its lines are shown."""
-    env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive",
-           "NEEDRESTART_SUSPEND": "1"}  # fmt: skip
-    try:
-        done = subprocess.run(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    except OSError as why:
-        raise Failed(f"{argv[0]}: {why.strerror}") from None
-    text = done.stdout.decode(errors="replace")
-    if not quiet:
-        say(text.rstrip())
-    if done.returncode != 0:
-        last = "\n".join(text.strip().splitlines()[-12:])
-        raise Failed(f"{' '.join(argv)} ended with {done.returncode}:\n{last}")
-    return text
-
-
-def read(path: str) -> str | None:
-    try:
-        return (ROOT / path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-
-
-def write(path: str, text: str) -> bool:
-    """Whether it had to be written; whole or not at all."""
-    if read(path) == text:
-        return False
-    target = ROOT / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.new")
-    with open(temporary, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, target)
-    return True
-
-
-# What is there
-
-
-def installed() -> dict[str, tuple[str, bool]]:
-    """Packages of a driver -> (version, held)."""
-    text = run("dpkg-query", "-W", "-f=${Package} ${Version} ${Status}\n")
-    found = report_gpu.parse_packages(text)
-    return {
-        name: (row["version"], row["held"]) for name, row in found.items() if DRIVER.match(name)
-    }
-
-
-def upstream(version: str) -> str:
-    """580.95.05 of Debian's 1:580.95.05-1ubuntu2."""
-    return re.split(r"[-~+]", version.rpartition(":")[2])[0]
-
-
-def of_version(version: str) -> dict[str, tuple[str, bool]]:
-    """Packages of that driver; Ubuntu's signed modules have the kernel's version."""
-    return {
-        name: row for name, row in installed().items()
-        if upstream(row[0]) == version or name.startswith("linux-modules-nvidia-")
-    }  # fmt: skip
-
-
-def users() -> list[str]:
-    """Processes that have a GPU open: "python3 (4711)"."""
-    found = []
-    for folder in sorted(Path("/proc").glob("[0-9]*")):
-        try:
-            comm = (folder / "comm").read_text().strip()
-            opened = any(
-                os.readlink(one).startswith("/dev/nvidia") for one in (folder / "fd").iterdir()
-            )
-        except OSError:
-            continue  # it has just ended
-        if opened and not comm.startswith(DAEMONS):
-            found.append(f"{comm} ({folder.name})")
-    return found
-
-
-def services(base: str) -> list[str]:
-    """Services of kvhost's that run, by their records."""
-    found = []
-    for path in sorted(Path(base, "run").glob("*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            pid, ticks = int(record["pid"]), int(record["start_ticks"])
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # no record of a service, or its process is gone
-        if int(stat[19]) == ticks and stat[0] not in "ZX":
-            found.append(path.stem)
-    return found
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def loaded() -> str | None:
-    """Version of the module that is loaded."""
-    told = report_gpu.parse_proc_version(report_gpu.read("proc/driver/nvidia/version") or "")
-    return str(told["version"]) if told else None
-
-
-# The steps
 
 
 class Work:
@@ -203,6 +116,8 @@ class Work:
         self.state = Path(base, "state", "driver.json")
         self.aside = Path(base, "state", "driver-before")
         self.version: str | None = None
+        #: packages that kvhost holds
+        self.held: list[str] = read_state(self.state).get("held", [])
 
     def nothing_uses_it(self) -> None:
         busy = [f"kvhost's {name}" for name in services(self.base)] + users()
@@ -278,6 +193,34 @@ class Work:
         if kernels:
             raise Failed(f"apt would install another kernel ({', '.join(kernels)})")
 
+    def chosen_and_tried(self) -> None:
+        """The version, pinned, and what apt would do with it. What fails leaves pin and holds as
+        they were. Only holds of kvhost's own are lifted: those of others stand in the way."""
+        pin = read(PIN)
+        lifted: list[str] = []
+        try:
+            if self.install is not None:
+                self.choose()
+                say(f"driver {self.version}")
+                step_done("pin")
+                old = {
+                    n
+                    for n, (v, held) in installed().items()
+                    if held and upstream(v) != self.version
+                }
+                lifted = sorted(old & set(self.held))
+                if lifted:
+                    run("apt-mark", "unhold", *lifted)
+            self.try_first()
+        except BaseException:
+            if lifted:
+                run("apt-mark", "hold", *lifted)
+            if pin is not None:
+                write(PIN, pin)
+            elif read(PIN) is not None:
+                (ROOT / PIN).unlink()
+            raise
+
     def keep_old(self) -> None:
         """The way back: what is installed now, its packages where they can still be had, and the
         kernel that runs, which must not be removed as no longer needed."""
@@ -329,6 +272,7 @@ class Work:
         loose = [name for name in names if not installed()[name][1]]
         if loose:
             run("apt-mark", "hold", *loose)
+        self.held = names
         rows = "".join(f'    "{name}";\n' for name in NOT_UPGRADED)
         write(
             UPGRADES,
@@ -381,11 +325,7 @@ class Work:
             say("looking for the driver's packages")
             run(*APT, "update")
             step_done("update")
-            if self.install is not None:
-                self.choose()
-                say(f"driver {self.version}")
-                step_done("pin")
-            self.try_first()
+            self.chosen_and_tried()
             self.keep_old()
             step_done("aside")
             self.nothing_uses_it()
@@ -423,7 +363,7 @@ class Work:
 
     def note(self, *, finished: bool, reboot: bool) -> None:
         state = {"order": self.order, "version": self.version, "boot": boot_id(),
-                 "finished": finished, "reboot": reboot}  # fmt: skip
+                 "finished": finished, "reboot": reboot, "held": self.held}  # fmt: skip
         temporary = self.state.with_suffix(".new")
         temporary.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.state)
