@@ -1,6 +1,6 @@
 """The whole run: `pyinfra inventory.py deploy.py`. Every stage says "no change" the second time."""
 
-from deploys import cache, driver, engine, model, runner, storage, verify
+from deploys import cache, driver, engine, model, monitoring, runner, storage, verify
 from deploys import host as host_stage
 from deploys.common.back import finish_way_back
 from deploys.common.prepare import prepare
@@ -22,6 +22,7 @@ else:
         *runner.check_asks(run),
         *engine.switch_asks(run),
         *cache.asks(run),
+        *monitoring.asks(run),
         *runner.asks(run),
         *verify.asks(run),
     )
@@ -36,5 +37,6 @@ else:
     runner.check(run)
     engine.switch(run)
     cache.deploy(run)
+    monitoring.deploy(run)
     runner.deploy(run)
     verify.deploy(run)

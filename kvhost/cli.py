@@ -36,6 +36,7 @@ LAZY = {
     "lock": ("kvhost.cli_matrix", "lock_command"),
     "matrix": ("kvhost.cli_matrix", "matrix_command"),
     "model": ("kvhost.cli_model", "model_command"),
+    "monitoring": ("kvhost.cli_monitoring", "monitoring_group"),
     "report": ("kvhost.cli_report", "report"),
     "size": ("kvhost.cli_size", "size_command"),
     "status": ("kvhost.cli_verify", "status"),

@@ -22,6 +22,7 @@ from kvhost._unsupported import (
 )
 from kvhost.paths import HostPaths
 from kvhost.schema_driver import DriverSettings
+from kvhost.schema_monitoring import MonitoringSettings
 from kvhost.schema_runners import RunnerSettings
 
 DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
@@ -53,7 +54,7 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(RunnerSettings, DriverSettings):
+class Settings(RunnerSettings, DriverSettings, MonitoringSettings):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
     Types are strict: a whole number may stand for a number, nothing else is converted. A key for

@@ -101,6 +101,8 @@ DEFAULTS: dict[str, object] = {
     "driver_version": None,
     "driver_repository": None,
     "driver_repository_key": None,
+    "monitoring": False,
+    "monitoring_textfile_dir": "/var/lib/prometheus/node-exporter",
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
@@ -340,6 +342,10 @@ REFUSED: list[tuple[str, object, str]] = [
     ("driver_repository", "https://m/x y", "has a space"),
     ("driver_repository", "https://m/x?a=1", "must be the address of a flat apt repository"),
     ("driver_repository_key", "", "is empty"),
+    # monitoring
+    ("monitoring", "yes", "must be true or false"),
+    ("monitoring_textfile_dir", "metrics", "must be an absolute path on the host"),
+    ("monitoring_textfile_dir", "/var/lib/a b", "characters that would need quoting"),
 ]
 
 

@@ -252,6 +252,7 @@ STAYS_ON_THE_CONTROLLER = {
     *("driver_install", "driver_reboot", "driver_version", "driver_repository"),
     "driver_repository_key",
     *("drive_adopt", "drive_blank_check", "drive_erase"),
+    *("monitoring", "monitoring_textfile_dir"),  # reach the host, but not what is proven of it
 }
 
 

@@ -9,10 +9,11 @@ import jinja2
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import LIBRARY, scripts
+from deploys.common.facts import LIBRARY, ONHOST, scripts
 from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.locks import EngineLock
+from kvhost.monitoring import program
 from kvhost.namespace import Namespace, input_digest, namespace_of
 from kvhost.runners import config_name, ranks, runners_of
 from kvhost.services import Service, model_dir, services, unit_file, vllm_config
@@ -75,7 +76,13 @@ def own_scripts(run: Run) -> dict[str, str]:
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
     template = _templates.get_template("supervisord.conf.j2")
-    return template.render(paths=run.paths, services=described)
+    metrics = program(run.settings, run.paths, metrics_script())
+    return template.render(paths=run.paths, services=described, metrics=metrics)
+
+
+def metrics_script() -> str:
+    """Text of the collector of figures."""
+    return (ONHOST / "metrics.py").read_text()
 
 
 def manager_texts(run: Run, described: tuple[Service, ...]) -> dict[str, str]:

@@ -282,7 +282,9 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         back = f"if [ -e {before} ]; then mv -f {before} {stands}; fi"
         host.run_shell_command(StringCommand(back), **how)
         return False
-    known = {"receipt": digest, "persisted": report.persisted, "time": report.time}
+    known: dict[str, Any] = {"receipt": digest, "persisted": report.persisted, "time": report.time}
+    # for onhost/metrics.py
+    known["events"] = {one.verdict.event: one.verdict.persisted for one in report.results}
     text = StringIO(json.dumps(known) + "\n")
     host.put_file(text, f"{run.paths.state}/verified.json", **how)
     return report.persisted == "PASS"

@@ -40,6 +40,8 @@ KNOWN = {
 FURTHER = re.compile(r"runner-\w+\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml")
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 GUARD = "run.lock.guard"
+#: onhost/metrics.py as systemd runs it (kvhost/monitoring.py)
+METRICS = "/etc/systemd/system/kvhost-metrics.service"
 DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
 Data = dict[str, Any]
 
@@ -122,8 +124,19 @@ class Host:
         return {*self.receipt.get("files", {}), *self.receipt.get("scripts", {})}
 
     def outside(self) -> list[str]:
-        """Of these what lies elsewhere on the host: units."""
-        return sorted(p for p in self.listed() if not p.startswith(self.base + "/") and there(p))
+        """Of these what lies elsewhere on the host: units. And what no receipt names: the collector
+        of figures, with the file that it writes."""
+        found = {p for p in self.listed() if not p.startswith(self.base + "/") and there(p)}
+        unit = text_of(METRICS) if self.mine(text_of(METRICS)) else ""
+        found |= {METRICS} if unit else set()
+        for text in (unit, text_of(self.path("etc", "supervisord.conf"))):
+            match = re.search(r"/metrics\.py .*--out (/[\w/.+-]+)", text)
+            if match and self.mine(text_of(file := match[1] + "/kvhost.prom")):
+                found.add(file)
+        return sorted(found)
+
+    def mine(self, text: str) -> bool:
+        return text.startswith(f"# Written by kvhost for {self.base}.")
 
     def known(self, folder: str) -> list[str]:
         """Files of a mixed directory that are kvhost's."""
@@ -296,6 +309,16 @@ def step_done(path: str) -> None:
     """Tests stop the run dead after a path: KVHOST_TEST_DIE_AFTER=uninstall:NAME."""
     if os.environ.get("KVHOST_TEST_DIE_AFTER") == "uninstall:" + os.path.basename(path):
         os.kill(os.getpid(), 9)
+
+
+def text_of(path: str) -> str:
+    """What lies there; nothing where that is no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, encoding="utf-8", errors="replace") as handle:
+            return handle.read(1 << 20)
+    except (FileNotFoundError, IsADirectoryError):
+        return ""
 
 
 def there(path: str) -> bool:

@@ -1,0 +1,429 @@
+"""Monitoring: the collector on a tier, its file in node_exporter, the rules in promtool."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from kvhost import cli_monitoring, monitoring
+from kvhost.cli import main as kvhost_main
+from kvhost.onhost import drive_sys, metrics
+from kvhost.onhost.launch_children import boot_id
+from kvhost.schema_runners import MoreRunner
+from kvhost.settings import Settings, settings_digest
+from tests.e2e_tools import free_ports
+from tests.engine_pair import Pair
+from tests.prometheus_tools import program
+from tests.pruner_tools import SCRIPT as PRUNER
+from tests.pruner_tools import make_tier, put
+
+REPO = Path(__file__).resolve().parents[1]
+RULES = REPO / "templates/monitoring/rules.yml"
+DASHBOARD = REPO / "templates/monitoring/dashboard.json"
+FIXTURES = REPO / "tests/fixtures/monitoring"
+NAME = re.compile(r"\b(kvhost_\w+|vllm:\w+|lmcache_\w+)")
+SECRET = "sk-planted-5d0e"  # in what the collector reads, never in what it writes
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        text = self.server.pages.get(self.path)  # type: ignore[attr-defined]
+        self.send_response(200 if text is not None else 404)
+        self.end_headers()
+        self.wfile.write((text or "").encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def pages() -> Iterator[Any]:
+    """A server of recorded pages: .pages is path -> text."""
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    server.pages = {
+        "/vllm/metrics": (FIXTURES / "vllm.txt").read_text(),
+        "/lmcache/metrics": (FIXTURES / "lmcache.txt").read_text(),
+    }
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Host:
+    """A base directory as a provisioned host has it, with this process as every service."""
+
+    def __init__(self, base: Path, url: str) -> None:
+        self.base, self.url = base, url
+        self.tier, self.out = base / "tier", base / "out"
+        for name in ("log", "state", "run", "out"):
+            (base / name).mkdir(parents=True)
+        make_tier(self.tier)
+        for name in ("a", "b", "c"):
+            put(self.tier, "ns-aa", name)
+        self.prune()
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        record = {"pid": os.getpid(), "start_ticks": ticks, "boot_id": boot_id(), "key": SECRET}
+        for name in ("cache", "runner", "pruner"):
+            (base / f"run/{name}.json").write_text(json.dumps(record))
+        self.verdict(persisted="PASS", events={"both": "PASS", "reboot": "INCONCLUSIVE"})
+
+    def prune(self) -> None:
+        """One real pass of the real pruner, which writes its status."""
+        status = self.base / "log/pruner-status.json"
+        words = ["run", "--tier", self.tier, "--limit-bytes", 1 << 20, "--status", status]
+        child = subprocess.Popen([sys.executable, PRUNER, *map(str, words)])
+        try:
+            deadline = time.monotonic() + 60
+            while not status.exists():
+                assert child.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            child.send_signal(signal.SIGTERM)
+            child.wait(30)
+
+    def verdict(self, **told: Any) -> None:
+        text = json.dumps({"receipt": SECRET, "time": "2026-11-29T201500Z", **told})
+        (self.base / "state/verified.json").write_text(text)
+
+    def collect(self, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
+        """A pass in this process; what it says. Its file is then in .text."""
+        words = ["--base", self.base, "--tier", self.tier, "--out", self.out]
+        words += ["--cache", f"{self.url}/lmcache", "--runner", f"runner={self.url}/vllm"]
+        monkeypatch.setattr(sys, "argv", ["metrics.py", *map(str, words), *more])
+        assert metrics.main() == 0
+        self.text = (self.out / metrics.FILE).read_text()
+        return dict(metrics_of(self.text))
+
+
+def metrics_of(text: str) -> Iterator[tuple[str, float]]:
+    for name, labels, value in metrics.SAMPLE.findall(text):
+        if not name.startswith("#"):
+            yield (f"{name}{{{labels}}}" if labels else name), float(value)
+
+
+@pytest.fixture
+def host(tmp_path: Path, pages: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Its tier lies on a drive whose health log is that of NVMe, at fixed values."""
+    log = bytearray(512)
+    log[:6] = bytes((4, 69, 1, 90, 10, 7))  # warning, 325 K, spare, threshold, used
+    for at, value in ((48, 3), (128, 1000), (160, 2)):
+        log[at : at + 16] = value.to_bytes(16, "little")
+
+    def look(name: str) -> dict[str, Any]:
+        return {"name": name, "why": None, "health": drive_sys.parse_smart(bytes(log))}
+
+    monkeypatch.setattr(metrics, "look_at", look)
+    monkeypatch.setattr(metrics, "names_below", lambda where: ["nvme0n1"])
+    return Host(tmp_path / "base", pages.url)
+
+
+def test_what_a_host_exports(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = host.collect(monkeypatch)
+    status = json.loads((host.base / "log/pruner-status.json").read_text())
+    assert found["kvhost_tier_bytes"] == status["usage_bytes"] == 3 * 65536
+    assert found["kvhost_tier_files"] == 3
+    assert found["kvhost_tier_limit_bytes"] == 1 << 20
+    assert found["kvhost_tier_free_bytes"] == status["free_bytes"] > 0
+    assert found["kvhost_pruner_last_run_timestamp_seconds"] == status["time_unix"]
+    assert found["kvhost_pruner_ok"] == 1
+    assert found['kvhost_verdict{event="all",state="PASS"}'] == 1
+    assert found['kvhost_verdict{event="all",state="FAIL"}'] == 0
+    assert found['kvhost_verdict{event="reboot",state="INCONCLUSIVE"}'] == 1
+    assert found["kvhost_verdict_timestamp_seconds"] == 1795983300  # date -d 2026-11-29T20:15Z +%s
+    assert found['kvhost_drive_temperature_celsius{device="nvme0n1"}'] == 52
+    assert found['kvhost_drive_wear_percent{device="nvme0n1"}'] == 7
+    assert found['kvhost_drive_media_errors_total{device="nvme0n1"}'] == 2
+    assert found['kvhost_drive_written_bytes_total{device="nvme0n1"}'] == 1_536_000
+    for name in ("cache", "runner", "pruner"):
+        assert found[f'kvhost_service_up{{service="{name}"}}'] == 1
+        began = found[f'kvhost_service_start_timestamp_seconds{{service="{name}"}}']
+        assert abs(began - Path("/proc/self").stat().st_ctime) < 86400
+        assert found[f'kvhost_source_readable{{source="{name}"}}'] == 1
+
+
+def test_every_series_of_rules_and_dashboard_is_exported(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the engine come from the pages that a running engine gave (README there)."""
+    host.collect(monkeypatch)
+    exported = set(re.findall(r"(?m)^# TYPE (\S+)", host.text))
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = set(NAME.findall(RULES.read_text() + "\n".join(asked) + DASHBOARD.read_text()))
+    assert len(named) > 25
+    assert named - exported == set()
+    # and nothing is passed on that the engine does not have
+    assert {*metrics.VLLM, *metrics.LMCACHE} - exported == set()
+    records = set(re.findall(r"record: (\S+)", RULES.read_text()))
+    assert set(re.findall(r"\bkvhost:[\w:]+", RULES.read_text() + "\n".join(asked))) == records
+
+
+def test_labels_are_few_and_nothing_secret_is_told(
+    host: Host, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.pages["/vllm/metrics"] += (
+        f'vllm:num_requests_waiting{{model_name="q\\"{{x}}",prompt="{SECRET}"}} 3\n'
+        f'vllm:cache_config_info{{path="/{SECRET}"}} 1\n'
+    )
+    tenant = f'{{cache_salt="{SECRET}",model_name="/srv/{SECRET}"}} 1000\n'
+    pages.pages["/lmcache/metrics"] += "lmcache_mp_lookup_hit_tokens_total" + tenant
+    found = host.collect(monkeypatch)
+    assert found["lmcache_mp_lookup_hit_tokens_total"] == 5608, "all tenants together"
+    assert found['vllm:num_requests_waiting{runner="runner",model_name="q\\"{x}"}'] == 3
+    assert SECRET not in host.text
+    body = host.text.partition("\n")[2]
+    assert str(host.base) not in body
+    assert "data" not in re.sub(r"(?m)^#.*$", "", body), "no name of a file"
+    labels = set(re.findall(r'[{,](\w+)="', body))
+    own = {"service", "source", "event", "state", "device", "runner"}
+    assert labels <= own | set(metrics.LABELS)
+
+
+def test_what_cannot_be_read_is_left_out_and_said(
+    host: Host, pages: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (host.base / "state/verified.json").unlink()
+    (host.base / "log/pruner-status.json").write_text('{"usage_bytes": true, "files": "many"}')
+    (host.base / "run/runner.json").unlink()
+    del pages.pages["/lmcache/metrics"]
+    found = host.collect(monkeypatch)
+    said = json.loads(capsys.readouterr().out)
+    assert sorted(said["unreadable"]) == ["cache", "pruner", "verdict"]
+    for source, readable in (("verdict", 0), ("pruner", 0), ("cache", 0), ("runner", 1)):
+        assert found[f'kvhost_source_readable{{source="{source}"}}'] == readable
+    left_out = [n for n in found if n.startswith(("kvhost_tier", "kvhost_verdict", "lmcache"))]
+    assert not left_out
+    assert found['kvhost_service_up{service="cache"}'] == 0, "it runs, but does not answer"
+    assert found['kvhost_service_up{service="runner"}'] == 0, "it answers, but is not ours"
+
+
+@pytest.mark.parametrize("told", ["[]", "{", '{"time": "x"}', '{"time": 5, "persisted": "PASS"}',
+                                  '{"time": "2026-11-29T201500Z", "persisted": "MAYBE"}',
+                                  "[" * 100_000])  # fmt: skip
+def test_a_damaged_verdict_is_none(host: Host, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host.base / "state/verified.json").write_text(told)
+    found = host.collect(monkeypatch)
+    assert found['kvhost_source_readable{source="verdict"}'] == 0
+    assert found["kvhost_tier_files"] == 3, "the rest is told"
+    assert not [name for name in found if name.startswith("kvhost_verdict")]
+
+
+def test_no_link_is_followed(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root writes to a directory that may be node_exporter's, and reads in one of the service."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (host.out / metrics.FILE).symlink_to(victim)
+    status = host.base / "log/pruner-status.json"
+    status.rename(tmp_path / "elsewhere")
+    status.symlink_to(tmp_path / "elsewhere")
+    found = host.collect(monkeypatch)
+    assert victim.read_text() == "mine"
+    assert not (host.out / metrics.FILE).is_symlink()
+    assert (host.out / metrics.FILE).stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in host.out.iterdir()] == [metrics.FILE]
+    assert found['kvhost_source_readable{source="pruner"}'] == 0
+
+
+def test_node_exporter_takes_the_file(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = host.collect(monkeypatch)
+    (port,) = free_ports(1)
+    child = subprocess.Popen(
+        [
+            program("prometheus-node-exporter"),
+            *("--collector.disable-defaults", "--collector.textfile"),
+            f"--collector.textfile.directory={host.out}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stderr=subprocess.PIPE,
+    )
+    try:
+        page, deadline = "", time.monotonic() + 60
+        while not page:
+            assert child.poll() is None and time.monotonic() < deadline
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                    page = answer.read().decode()
+            except OSError:
+                time.sleep(0.1)
+    finally:
+        child.terminate()
+        child.communicate(timeout=30)
+    theirs = dict(metrics_of(page))
+    assert theirs["node_textfile_scrape_error"] == 0
+    missing = {re.sub(r"\{.*", "", name) for name in ours} - set(
+        re.findall(r"(?m)^# TYPE (\S+)", page)
+    )
+    assert not missing
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def promtool(tmp_path: Path, rules: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "rules.yml").write_text(rules)
+    course = (FIXTURES / "rules_test.yml").read_text().replace("RULES", "rules.yml")
+    (tmp_path / "test.yml").write_text(course)
+    words = [program("promtool"), "test", "rules", str(tmp_path / "test.yml")]
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_promtool_accepts_and_tests_the_rules(tmp_path: Path) -> None:
+    check = [program("promtool"), "check", "rules", "--lint-fatal", str(RULES)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = promtool(tmp_path, RULES.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_fires_in_a_course_and_tells_what_to_do() -> None:
+    course = (FIXTURES / "rules_test.yml").read_text()
+    fired = set(re.findall(r'ALERTS\{alertname="(\w+)", alertstate="firing"', course))
+    assert fired == {rule["alert"] for rule in alerts()}
+    page = (REPO / "docs/troubleshooting.md").read_text()
+    for rule in alerts():
+        notes = rule["annotations"]
+        assert set(notes) == {"summary", "action", "runbook"}
+        assert notes["runbook"] == f"docs/troubleshooting.md#{rule['alert'].lower()}"
+        assert f"\n### {rule['alert']}\n" in page
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+
+
+def test_the_page_lists_the_alerts() -> None:
+    page = (REPO / "docs/monitoring.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\w+) \|", page)
+    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts()]
+
+
+def test_off_by_default_and_no_reason_for_another_proof() -> None:
+    settings = Settings()
+    assert settings.monitoring is False
+    assert monitoring.program(settings, settings.paths, "") is None
+    assert settings_digest(settings) == settings_digest(Settings(monitoring=True))
+
+
+def test_both_managers_run_the_same_command() -> None:
+    more = [MoreRunner(name="second", api_port=8001)]
+    settings = Settings(monitoring=True, more_runners=more, cache_http_port=9000)
+    argv = monitoring.argv(settings, settings.paths)
+    assert argv[-4:] == ("--runner", "runner=http://127.0.0.1:8000",
+                         "--runner", "runner-second=http://127.0.0.1:8001")  # fmt: skip
+    assert argv[argv.index("--cache") + 1] == "http://127.0.0.1:9000"
+    unit = monitoring.unit_text(settings, settings.paths, "x")
+    assert f"ExecStart=/usr/bin/python3 {' '.join(argv)}\n" in unit
+    assert unit != monitoring.unit_text(settings, settings.paths, "y"), "it is started anew"
+    loader = jinja2.FileSystemLoader(REPO / "templates")
+    template = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined).get_template(
+        "supervisord.conf.j2"
+    )
+    made = monitoring.program(settings, settings.paths, "x")
+    text = template.render(paths=settings.paths, services=(), metrics=made)
+    assert f"[program:metrics]\ncommand={settings.paths.tools}/current/bin/python " in text
+    assert " ".join(argv) in text
+    without = template.render(paths=settings.paths, services=(), metrics=None)
+    assert "metrics" not in without
+
+
+def answering(*answers: dict[str, Any]) -> Any:
+    def run(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        assert (REPO / deploy).exists()
+        with Path(os.environ["KVHOST_ANSWERS"]).open("a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in answers)
+        return 0
+
+    return run
+
+
+def test_the_fleet_as_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    a = {"host": "a", "address": "10.0.0.1", "monitoring": True}
+    six = {"host": "b", "address": "fd00::1", "monitoring": True}
+    code, found = cli_monitoring.targets(answering(a, six), "fleet.py", 9100, ())
+    assert code == 0
+    assert found == [
+        {"targets": ["10.0.0.1:9100"], "labels": {"kvhost": "a"}},
+        {"targets": ["[fd00::1]:9100"], "labels": {"kvhost": "b"}},
+    ]
+    off = {**a, "monitoring": False}
+    code, found = cli_monitoring.targets(answering(off, six), "fleet.py", 9100, ())
+    assert (code, len(found)) == (1, 1)
+    assert "a: it writes no figures" in capsys.readouterr().err
+    assert cli_monitoring.targets(answering(), "fleet.py", 9100, ()) == (1, [])
+
+
+def test_the_command_prints_the_files() -> None:
+    for word, path in (("rules", RULES), ("dashboard", DASHBOARD)):
+        done = CliRunner().invoke(kvhost_main, ["monitoring", word])
+        assert done.exit_code == 0
+        assert done.output == path.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_a_running_engine_exports_every_series(engine: Path, tmp_path: Path) -> None:
+    """The collector beside the real cache server and runner, after a prompt that came from L2."""
+    base = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e")) / "metrics"
+    shutil.rmtree(base, ignore_errors=True)
+    base.mkdir(parents=True)
+    pair = Pair(base, engine)
+    pair.make()
+    api, cache = (f"http://127.0.0.1:{pair.ports[n]}" for n in (0, 2))
+    try:
+        for _ in range(2):  # the second time the prompt lies in L2
+            pair.start()
+            wait_for(f"{api}/health")
+            ask(api)
+            time.sleep(4)
+            words = [sys.executable, metrics.__file__, "--base", base, "--tier", base / "tier",
+                     "--out", tmp_path, "--cache", cache, "--runner", f"runner={api}"]  # fmt: skip
+            subprocess.run([str(word) for word in words], check=True)
+            pair.stop()
+    finally:
+        pair.stop()
+    text = (tmp_path / metrics.FILE).read_text()
+    shutil.rmtree(base)
+    exported = set(re.findall(r"(?m)^# TYPE (\S+)", text))
+    assert {*metrics.VLLM, *metrics.LMCACHE} - exported == set()
+    found = dict(metrics_of(text))
+    assert found['kvhost_service_up{service="runner"}'] == 1
+    assert found["lmcache_mp_lookup_hit_l2_tokens_total"] >= 1024
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(1)
+
+
+def ask(api: str) -> None:
+    body = {"model": "kvhost-builtin", "prompt": [20 + n * n % 200 for n in range(2056)],
+            "max_tokens": 2, "temperature": 0}  # fmt: skip
+    request = urllib.request.Request(
+        f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=120).close()
