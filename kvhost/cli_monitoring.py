@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
-from kvhost.cli_care import Runner, ask
-from kvhost.cli_run import copy_root, default_inventory, pyinfra
+from kvhost.cli_care import ask
+from kvhost.cli_options import inventory_option
+from kvhost.cli_run import copy_root, pyinfra
+from kvhost.cli_up import Runner
 
 FILES = {"rules": "rules.yml", "dashboard": "dashboard.json"}
 #: where node_exporter listens unless it was told otherwise
@@ -33,7 +35,7 @@ def dashboard() -> None:
 
 
 @monitoring_group.command(context_settings={"ignore_unknown_options": True})
-@click.option("--inventory", default=default_inventory, help="pyinfra inventory.")
+@inventory_option
 @click.option("--port", type=click.IntRange(1, 65535), default=NODE_PORT, show_default=True,
               help="Where node_exporter listens.")  # fmt: skip
 @click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
