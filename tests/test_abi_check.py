@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,24 +122,41 @@ def test_nvcc_is_asked_where_the_engine_compiles_with_it(
     assert asked((10, 0)) == ("ok", str(tmp_path / "cuda/bin/nvcc"))
 
 
+@contextlib.contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    """The file in this process's memory, as one that was loaded."""
+    put(path, "x")
+    with path.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ):
+        yield
+
+
 def test_a_second_cuda_runtime_that_is_installed_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(abi_check, "CUDA", 13)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
-    for major in ("12", "13"):
-        put(tmp_path / f"nvidia/cu{major}/lib/libcudart.so.{major}", "")
-    got = abi_check.run_check("CUDA runtime", abi_check.one_cuda_runtime)
-    assert (got["state"], "installed: libcudart.so.12, libcudart.so.13" in got["detail"]) == (
-        "failed", True
-    )  # fmt: skip
+    with mapped(tmp_path / "nvidia/cu13/lib/libcudart.so.13"):
+        got = abi_check.run_check("CUDA runtime", abi_check.one_cuda_runtime)
+        assert (got["state"], got["detail"]) == ("ok", "libcudart.so.13")
+        put(tmp_path / "nvidia/cuda_runtime/lib/libcudart.so.12", "")
+        got = abi_check.run_check("CUDA runtime", abi_check.one_cuda_runtime)
+        said = "loaded: libcudart.so.13; installed: libcudart.so.12, libcudart.so.13; wanted: one"
+        assert (got["state"], said in got["detail"]) == ("failed", True)
+        (tmp_path / "nvidia/cuda_runtime/lib/libcudart.so.12").unlink()
+        with mapped(tmp_path / "elsewhere/libcudart.so.12"):
+            got = abi_check.run_check("CUDA runtime", abi_check.one_cuda_runtime)
+            assert got["state"] == "failed"
 
 
-def test_kernels_that_are_only_a_name_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_only_a_name_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """LMCache before 0.5.4 puts a module of this name there on every machine."""
     monkeypatch.setitem(sys.modules, "lmcache.cuda_ops", SimpleNamespace(__name__="lmcache.c_ops"))
     got = abi_check.run_check("lmcache.cuda_ops", abi_check.lmcache_cuda)
     assert (got["state"], "were not loaded" in got["detail"]) == ("failed", True)
+    with mapped(tmp_path / "lmcache/c_ops.cpython-311-x86_64-linux-gnu.so"):
+        assert abi_check.run_check("lmcache.cuda_ops", abi_check.lmcache_cuda)["state"] == "ok"
 
 
 def test_without_a_cuda_runtime_none_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
