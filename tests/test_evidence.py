@@ -219,6 +219,23 @@ def test_kvhosts_own_requests_do_not_count_as_use(host: Host) -> None:
     assert host.run()[0] == 0
 
 
+def test_a_cache_server_that_another_runner_uses_is_not_taken_from_it(host: Host) -> None:
+    who = json.loads((host.state / "runner.json").read_text())
+    host.mode(metrics={'finished_reason="length"} 0.0': 'x="y"} 1.0'})
+    (host.state / "own-requests.json").write_text(json.dumps({**who, "count": 1}))
+    # the double's only runner stands for the other one too; that request was a user's there
+    second = {
+        "metrics_url": host.config["metrics_url"],
+        "record": str(host.state / "runner.json"),
+        "own_requests": str(host.state / "own-requests-b.json"),
+    }
+    host.config["others"] = [second]
+    code, found, _ = host.run()
+    assert code == 3 and found.refused is not None and found.refused.foreign == 1
+    host.config["others"] = [{**second, "record": str(host.state / "none.json")}]  # it is stopped
+    assert host.run()[0] == 0
+
+
 def test_an_answer_that_hangs_is_given_up(host: Host) -> None:
     host.config["timeouts"]["request_s"] = 1
     host.mode(fault={"2.2": "hang"})

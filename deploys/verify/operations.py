@@ -82,6 +82,15 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         "heartbeat_s": settings.heartbeat_s,
         # each rank writes a file of its own, and registers
         "files_per_chunk": runner.ranks,
+        "others": [
+            {
+                "metrics_url": f"{api_url(one.settings)}/metrics",
+                "record": f"{paths.run}/{one.service}.json",
+                "own_requests": own_requests(paths.state, one.service),
+            }
+            for one in runners_of(run.settings)
+            if one.service != runner.service
+        ],
         "engines": sum(one.ranks for one in runners_of(run.settings)),
         "other": other_pair(run, late) if "other" in settings.verify_events else None,
         "prompt_tokens": settings.verify_prompt_tokens,

@@ -32,7 +32,9 @@ The config is one JSON object. All URLs are plain HTTP on this host; paths are a
   times object groups); warm true; disrupt false (true: run although the server is in use);
   exact_numerics true (false: on a GPU, where arithmetic may differ from run to run);
   heartbeat_s 10 (of the engine at the cache server); engines 1 (workers that register with
-  the cache server: ranks times runners); other null: how a second pair is started,
+  the cache server: ranks times runners); others [] (further
+  runners at that server, {"metrics_url", "record", "own_requests"}: if one is in use, none of the
+  events but runner is begun); other null: how a second pair is started,
   {"start": [str, ...], "services": {"cache": SPEC, "runner": SPEC}, "api_base", "metrics_url",
   "cache_http", "user": str|null, who may read their secrets}, SPEC as launch.py reads it,
   "start" gets its path as last argument, "{api_port}", "{cache_port}" and "{cache_http_port}"

@@ -41,6 +41,7 @@ OPTIONAL: Json = {
     "exact_numerics": True,
     "heartbeat_s": 10,
     "engines": 1,
+    "others": [],
     "other": None,
 }
 

@@ -44,6 +44,14 @@ def python_for_all() -> str:
     return system if os.access(system, os.X_OK) else sys.executable
 
 
+def use(vllm: Json | None, own: int | None) -> Json:
+    """Requests that a runner answers now, and those that it has answered and were not kvhost's."""
+    if not vllm or vllm["requests_finished"] is None or own is None:
+        return {"busy": None, "foreign": None, "own": own}  # cannot know: refused too
+    busy = int((vllm["running"] or 0) + (vllm["waiting"] or 0))
+    return {"busy": busy, "foreign": int(vllm["requests_finished"]) - own, "own": own}
+
+
 class RebootNow(Exception):
     """The host is to be rebooted; the rest of the test follows."""
 
@@ -75,14 +83,29 @@ class Test(Services):
             with open(self.config["api_key_file"], encoding="utf-8") as handle:
                 self.key = handle.read().strip()
 
+    def use_of(self, other: Json) -> Json | None:
+        """Of a further runner, which loses the cache server for a while; None where none runs."""
+        vllm, proc = None, None
+        wrong = (OSError, ValueError, KeyError, TypeError)
+        with contextlib.suppress(*wrong), open(other["record"], encoding="utf-8") as handle:
+            proc = probe.process(json.load(handle)["pid"])
+        if proc is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            vllm = probe.parse_metrics(self.get(other["metrics_url"]), probe.VLLM)
+        return use(vllm, probe.own_requests(other["own_requests"], proc))
+
     def check_use(self) -> Json:
-        vllm, _ = self.scrape()
-        own = self.own_requests()
-        if not vllm or vllm["requests_finished"] is None or own is None:
-            found: Json = {"busy": None, "foreign": None, "own": own}  # cannot know: refuse too
-        else:
-            busy = int((vllm["running"] or 0) + (vllm["waiting"] or 0))
-            found = {"busy": busy, "foreign": int(vllm["requests_finished"]) - own, "own": own}
+        found = use(self.scrape()[0], self.own_requests())
+        for other in self.config["others"] if self.event != "runner" else ():
+            used = self.use_of(other)
+            if used is not None and found["busy"] is not None:
+                # what cannot be known of one is not known
+                found = (
+                    {**found, "busy": None, "foreign": None}
+                    if used["busy"] is None
+                    else {k: found[k] + used[k] for k in found}
+                )
         free = found["busy"] == 0 and found["foreign"] == 0
         if not free and not self.config["disrupt"]:
             self.evidence["refused"] = found
