@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvhost import receipts
-from kvhost.drift import pins_of
+from kvhost.drift import File, Wanted, compare, pins_of
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
 
@@ -74,27 +74,19 @@ def test_a_host_that_was_just_made_has_none_and_is_not_touched(fleet: Fleet) -> 
     assert on_host["system"]["kernel"] == os.uname().release
 
 
-def test_a_host_that_cannot_be_reached_is_never_the_same(fleet: Fleet) -> None:
+def test_what_cannot_be_reached_or_compared_is_never_the_same(fleet: Fleet) -> None:
     away = {"ssh_hostname": "127.0.0.1", "ssh_port": free_ports(1)[0], "ssh_user": "nobody"}
     fleet.hosts["away"] = away
-    try:
-        code, told, _ = drift(fleet)
-    finally:
-        del fleet.hosts["away"]
-    assert code == 1
-    assert {name: row["status"] for name, row in told.items()} == {
-        "a": "same", "away": "unreadable",
-    }  # fmt: skip
-
-
-def test_without_a_kept_receipt_it_is_not_the_same(fleet: Fleet) -> None:
     kept = receipts.path_of(fleet.folder / "receipts", "a")
     aside = kept.rename(kept.with_suffix(".aside"))
     try:
         code, told, _ = drift(fleet)
     finally:
+        del fleet.hosts["away"]
         aside.rename(kept)
     assert code == 1
+    assert {row["status"] for row in told.values()} == {"unreadable"}
+    assert told["away"]["unreadable"] == ["it could not be reached"]
     assert "keeps no receipt" in told["a"]["unreadable"][0]
 
 
@@ -194,3 +186,85 @@ def test_the_pins_of_a_lock() -> None:
         "vllm @ https://h/x.whl \\\n    --hash=sha256:11\n"
     )
     assert pins_of(lock) == {"a-b-c": "1.2", "torch": "2.13.0+cpu", "vllm": ""}
+
+
+def wanted(**more: Any) -> Wanted:
+    kept = {"settings": "s", "engine": {"digest": "l"}, "system": {"kernel": "6.1"}}
+    given: dict[str, Any] = {
+        "files": {"/b/etc/a": File("11", "644")}, "directories": {"/b": ("root", "755")},
+        "env": "/b/envs/l", "current": "/b/current", "pins": {"torch": "2"}, "settings": "s",
+        "lock": "l", "system": {"kernel": "6.1"}, "kept": kept,
+    }  # fmt: skip
+    return Wanted(**{**given, **more})
+
+
+def seen() -> dict[str, Any]:
+    own = {"user": "root", "mode": "644"}
+    data: dict[str, Any] = {
+        "files": {
+            "/b/etc/a": {"kind": "file", "sha256": "11", **own},
+            "/b/current": {"kind": "link", "target": "/b/envs/l", **own},
+        },
+        "directories": {"/b": {"kind": "directory", "user": "root", "mode": "755"}},
+        "env": {"whole": {"complete": True, "why": None}, "packages": {"torch": "2"}},
+        "services": {
+            "services": {"cache": {"state": "RUNNING", "detail": "", "alive": True,
+                                   "current": True}},
+            "supervisor_fresh": True, "manager": "systemd",
+        },
+        "mounts": {},
+    }  # fmt: skip
+    return {name: {"status": "ok", "why": None, "data": part} for name, part in data.items()}
+
+
+def rows_of(look: dict[str, Any], given: Wanted | None = None, held: Any = None,
+            drive: tuple[str, ...] = ()) -> list[tuple[str, str]]:  # fmt: skip
+    given = given or wanted()
+    return [
+        (row.part, row.what)
+        for row in compare(given, look, given.kept if held is None else held, drive).rows
+    ]
+
+
+def test_each_part_alone() -> None:
+    assert rows_of(seen()) == []
+    cases: list[tuple[str, Any, tuple[str, str]]] = [
+        ("files./b/etc/a.sha256", "22", ("file", "/b/etc/a")),
+        ("files./b/etc/a.mode", "666", ("file", "/b/etc/a")),
+        ("files./b/etc/a.user", "ann", ("file", "/b/etc/a")),
+        ("files./b/etc/a.kind", "link", ("file", "/b/etc/a")),
+        ("files./b/current.target", "/b/envs/x", ("engine", "/b/current")),
+        ("directories./b.mode", "777", ("file", "/b")),
+        ("directories./b", None, ("file", "/b")),
+        ("env.packages.torch", "3", ("engine", "package torch")),
+        ("env.packages.new", "1", ("engine", "package new")),
+        ("env.whole.complete", False, ("engine", "/b/envs/l")),
+        ("services.services.cache.state", "STOPPED", ("service", "cache")),
+        ("services.services.cache.alive", False, ("service", "cache")),
+        ("services.services.cache.current", False, ("service", "cache")),
+        ("services.supervisor_fresh", False, ("service", "systemd")),
+    ]
+    for way, value, row in cases:
+        look = seen()
+        part, *steps = way.split(".")
+        at = look[part]["data"]
+        for step in steps[:-1]:
+            at = at[step]
+        at[steps[-1]] = value
+        assert rows_of(look) == [row], way
+    assert rows_of(seen(), wanted(lock="m")) == [("lock", "the engine's lock")]
+    assert rows_of(seen(), wanted(settings="t")) == [("settings", "digest of the settings")]
+    assert rows_of(seen(), wanted(system={"kernel": "6.2"})) == [("system", "kernel")]
+    assert rows_of(seen(), drive=("it is not mounted",)) == [("drive", "it is not mounted")]
+    other = {**wanted().kept, "files": {"/x": "1", "/y": "2"}}
+    assert rows_of(seen(), held=other) == [("receipt", "files")]
+    assert rows_of(seen(), held="none") == [("receipt", "on the host")]
+
+
+@pytest.mark.parametrize("part", ["files", "directories", "env", "services", "mounts"])
+def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
+    look = seen()
+    look[part] = {"status": "unreadable", "why": "no permission", "data": None}
+    assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
+    del look[part]
+    assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
