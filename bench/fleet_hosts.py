@@ -182,7 +182,7 @@ class Fleet:
         )
         host.power_cut()
         unmake("", host.tree)
-        shutil.copytree(host.folder / "upper", self.lab.folder / "layer", symlinks=True)
+        sh("cp", "-a", str(host.folder / "upper"), str(self.lab.folder / "layer"))
 
     def proxy(self, delay_ms: float) -> int:
         """First port of a delay proxy to all hosts; a round trip takes ``delay_ms`` more."""
