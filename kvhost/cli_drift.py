@@ -79,8 +79,10 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     except receipts.NoReceipt as why:
         click.echo(f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.")
         return ERROR
+    aside = receipts.set_aside(folder, host)
     code = up(("--limit", host, *args))
     if code:
+        aside.replace(receipts.path_of(folder, host))  # what it is to become again
         click.echo(f"{printable(host)}: not rebuilt, see above; kvhost rebuild goes on from here")
         return code
     try:
@@ -90,6 +92,7 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
         return ERROR
     differing = receipts.differences(before.receipt, after.receipt)
     if not differing:
+        aside.unlink()
         click.echo(f"{printable(host)}: rebuilt, its receipt equals that of {before.time}")
         return SAME
     table = Table()
@@ -98,5 +101,8 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     for key, old, new in differing:
         table.add_row(*map(printable, (key, str(old)[:80], str(new)[:80])))
     Console().print(table)
-    click.echo(f"{printable(host)}: rebuilt, but its receipt differs in {len(differing)} places")
+    click.echo(
+        f"{printable(host)}: rebuilt, but its receipt differs in {len(differing)} places; "
+        f"the one of before is kept as {aside}"
+    )
     return DRIFT

@@ -77,7 +77,10 @@ def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: 
     folder = journal.runs_dir()
     tell_of_the_last(folder)
     words = ["kvhost", "up", "--inventory", inventory]
-    path = journal.begin(folder, [*words, *rolling.words([]), *args])
+    try:
+        path = journal.begin(folder, [*words, *rolling.words([]), *args])
+    except OSError as error:
+        raise click.ClickException(f"no journal can be written in {folder}: {error}") from error
     os.environ[journal.VARIABLE] = str(path)
     try:
         code = _roll(run, one, inventory, args, rolling, path) if rolling.asked else one(args)

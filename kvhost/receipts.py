@@ -78,6 +78,15 @@ def keep(
     return path
 
 
+def set_aside(folder: Path, host: str) -> Path:
+    """A second name for the kept receipt, HOST.before, which the next run leaves alone. OSError."""
+    path = path_of(folder, host)
+    aside = path.with_name(f"{host_folder(host)}.before")
+    aside.unlink(missing_ok=True)
+    aside.hardlink_to(path)  # keep() puts a new file in the place of the old
+    return aside
+
+
 def load(folder: Path, host: str) -> Kept:
     """Raises NoReceipt."""
     path = path_of(folder, host)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvhost import receipts
+from kvhost import cli_drift, receipts
 from kvhost.drift import File, Wanted, compare, pins_of
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
@@ -268,3 +268,27 @@ def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
     assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
     del look[part]
     assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
+
+
+@pytest.mark.parametrize(("code", "other", "expected"), [(0, {}, 0), (0, {"x": 1}, 2), (1, {}, 1)])
+def test_a_rebuild_compares_with_what_the_host_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, other: dict[str, int], expected: int
+) -> None:
+    monkeypatch.setenv("KVHOST_RECEIPTS", str(tmp_path))
+    path = receipts.keep(tmp_path, "a", {"settings": "s"}, None)
+    before = path.read_text()
+    ran: list[tuple[str, ...]] = []
+
+    def up(args: tuple[str, ...]) -> int:
+        ran.append(args)
+        receipts.keep(tmp_path, "a", {"settings": "s", **other}, None)
+        return code
+
+    assert cli_drift.rebuild("a", up, ("-v",)) == expected
+    assert ran == [("--limit", "a", "-v")]
+    aside = tmp_path / "a.before"
+    assert aside.exists() is (expected == 2)
+    if expected:  # what it was is not lost
+        assert (aside if expected == 2 else path).read_text() == before
+    assert cli_drift.rebuild("b", up, ()) == 1
+    assert len(ran) == 1
