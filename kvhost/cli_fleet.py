@@ -142,6 +142,8 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
         said["port"] = 22  # the line's, for it is the whole way to the host
     for key, value in said.items():
         entry[key] = value
+    if target.key is not None:
+        entry["key"] = _key(target.key)
     if given["volume"]:
         entry["role"], entry["volume"] = "pod", given["volume"]
     if given["sudo_password_env"]:
@@ -155,6 +157,14 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
         if group not in entry.setdefault("groups", []):
             entry["groups"].append(group)
     return name, entry
+
+
+def _key(given: str) -> str:
+    """A relative path begins where the command was started; in the file it begins beside it."""
+    path = Path(given).expanduser()
+    if path.is_absolute() or Path.cwd() == copy_root() or not path.exists():
+        return given  # what is not there is told with its line, by fleet.py
+    return str(path.absolute())
 
 
 def _same_place(hosts: CommentedMap, said: dict[str, object]) -> str | None:

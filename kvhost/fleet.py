@@ -306,11 +306,17 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
 
 
 def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
-    """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing."""
+    """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing,
+    files of keys too."""
     faults: list[Fault] = []
     found: dict[str, dict[str, Secret]] = {}
     root = read_yaml(fleet.path)
     for name, entry in fleet.file.hosts.items():
+        # pyinfra would stop the whole run at one that is not there
+        if entry.key and not (fleet.folder / Path(entry.key).expanduser()).is_file():
+            loc = ("hosts", name, "key")
+            what = f"no such file on the controller: {fleet.folder / Path(entry.key).expanduser()}"
+            faults.append(Fault(line_of(root, loc), _named(loc), what, "~/.ssh/id_ed25519"))
         for key in ("password", "sudo_password"):
             ref: SecretRef | None = getattr(entry, key)
             if ref is None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvhost import known_hosts
 from kvhost.fleet import FleetError, load_fleet, pyinfra_hosts
+from kvhost.settings import validate_hosts
 
 pytestmark = pytest.mark.fleet
+REPO = Path(__file__).parents[1]
 
 GOOD = """\
 # the fleet of the cellar
@@ -50,6 +56,8 @@ def faults(folder: Path, text: str) -> list[tuple[int, str, str]]:
 
 
 def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys/id").touch()
     groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), {"ONE_SUDO": "pw"})
     one, pod = (dict(groups["all"])[name] for name in ("one", "p1"))
     assert one["ssh_hostname"] == "192.0.2.1"
@@ -156,6 +164,7 @@ def test_a_secret_that_is_not_there_or_open_to_others(tmp_path: Path) -> None:
 hosts:
   one: {address: a, sudo: true, sudo_password: {env: NOT_SET}}
   two: {address: b, password: {file: secrets/two}}
+  three: {address: c, key: keys/gone}
 """
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets/two").write_text("pass word two\n")
@@ -166,6 +175,7 @@ hosts:
     assert said[0] == (2, "NOT_SET is not in the environment")
     assert said[1][0] == 3
     assert "chmod 600" in said[1][1]
+    assert said[2] == (4, f"no such file on the controller: {tmp_path / 'keys/gone'}")
     assert "pass word" not in str(caught.value)
 
 
@@ -184,3 +194,25 @@ def test_another_host_key_is_recorded(tmp_path: Path) -> None:
     assert lines[:2] == ["# mine", "other ssh-ed25519 QUFBQQ=="]
     assert [line.split()[2] for line in lines[2:]] == ["replaced:", "taken"]
     assert known_hosts.entry_name("h", 22) == "h"
+
+
+@pytest.mark.parametrize("name", ["home", "rented_vm", "pod"])
+def test_an_example_inventory_holds_settings_that_are_taken(name: str) -> None:
+    """Plain data, for people to edit: nothing of pyinfra is imported by it."""
+    found = runpy.run_path(str(REPO / f"inventories/{name}.py"))
+    (hosts,) = [value for value in found.values() if isinstance(value, list)]
+    for host, data in hosts:
+        foreign = frozenset(key for key in data if key.startswith(("ssh_", "_")))
+        settings = validate_hosts({host: data}, foreign)[host]
+        assert (settings.volume_dir is not None) == (name == "pod")
+        assert settings.base_dir.startswith(settings.volume_dir or "/var/lib/kvhost")
+
+
+def test_the_inventory_of_one_box_is_planned() -> None:
+    argv = ["plan", "--json", "--inventory", "inventories/home.py", "--data",
+            "base_dir=/var/lib/kvhost-home"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "kvhost.cli", *argv], cwd=REPO, text=True,
+                          capture_output=True, check=False, timeout=120)  # fmt: skip
+    plans = json.loads(next(row for row in done.stdout.splitlines() if row.startswith("{")))
+    assert list(plans) == ["@local"]
+    assert plans["@local"]["actions"]
