@@ -30,6 +30,10 @@ try:
     text = host.get_fact(HostReportText, argv=argv)
     report = parse_report(text)
 except ReportError as error:
-    host.log_styled(str(error), fg="red", log_func=logger.error)
+    hint = "" if text.strip() else (
+        ". A provider's proxy that gives a terminal alone runs no commands: take its line for SSH "
+        "over a TCP port of the machine"
+    )  # fmt: skip
+    host.log_styled(f"{error}{hint}", fg="red", log_func=logger.error)
 else:
     answer(host.name, {"transfer": transfer(), "report": report.model_dump(mode="json")})

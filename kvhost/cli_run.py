@@ -40,13 +40,13 @@ def default_inventory() -> str:
 
 def fleet_secrets(top: Path) -> list[str]:
     """What is to be masked in logs; none where fleet.yaml is not usable, and so no host reached."""
-    path = top / "fleet.yaml"
+    path = top / os.environ.get("KVHOST_FLEET", "fleet.yaml")
     if not path.exists():
         return []
     from kvhost.fleet import FleetError, load_fleet, secrets_of
 
     try:
-        found = secrets_of(load_fleet(path), os.environ)
+        found = secrets_of(load_fleet(path, folder=top), os.environ)
     except FleetError:
         return []
     return [secret.get_secret_value() for one in found.values() for secret in one.values()]
