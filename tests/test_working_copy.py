@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -188,3 +190,34 @@ def test_a_log_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(OSError):
         open_log(tmp_path / "logs", "plan")
+
+
+def test_on_a_terminal_the_hosts_are_shown_in_place_of_a_line_for_each(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time; from kvhost.progress import tell\n"
+        "print('    [one] Connected', flush=True); tell('one', 'connecting')\n"
+        "tell('one', 'step', 'engine: environment', 7); time.sleep(1)\n"
+        "print('    [one] Error: executed 0 commands', file=sys.stderr, flush=True)\n"
+        "tell('one', 'failed', 'engine: environment'); time.sleep(0.6)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path; from kvhost import running\n"
+        f"sys.exit(running.run([sys.executable, '-c', {script!r}], Path('.'), Path('logs'), 'up'))"
+    )
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(REPO), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env,
+                               stdin=theirs, stdout=theirs, stderr=theirs)  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(ours, 65536):
+            seen += part
+    os.close(ours)
+    assert process.wait(30) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    assert re.search(r"one +0/7 engine: environment +[01] s", text), text
+    assert re.search(r"one +failed 0/7 engine: environment", text), text
+    assert "[one] Error: executed 0 commands" in text
+    assert "[one] Connected" not in text
+    assert "[one] Connected" in next((tmp_path / "logs").glob("*.log")).read_text()
