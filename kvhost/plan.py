@@ -298,6 +298,11 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             + (". kvhost closes them with nftables if nft is installed." if systemd else ".")
         )
     notes += pod_notes(settings)
+    if settings.monitoring:
+        notes.append(
+            f"Figures are written to {settings.monitoring_textfile_dir}/kvhost.prom for "
+            "node_exporter, which is not kvhost's to install (docs/monitoring.md)."
+        )
     if facts.model is None:
         notes.append("The model's size is not known yet: memory was checked without its weights.")
     notes += accelerator_notes(settings, report, facts)

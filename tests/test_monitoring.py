@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from kvhost.onhost.launch_children import boot_id
 from kvhost.schema_runners import MoreRunner
 from kvhost.settings import Settings, settings_digest
 from tests.e2e_tools import free_ports
-from tests.engine_pair import Pair
+from tests.plan_cases import plan
 from tests.prometheus_tools import program
 from tests.pruner_tools import SCRIPT as PRUNER
 from tests.pruner_tools import make_tier, put
@@ -323,6 +322,12 @@ def test_off_by_default_and_no_reason_for_another_proof() -> None:
     assert settings_digest(settings) == settings_digest(Settings(monitoring=True))
 
 
+def test_the_plan_says_where_figures_go() -> None:
+    told = [note for note in plan(monitoring=True).notes if "kvhost.prom" in note]
+    assert told and told[0].startswith("Figures are written to /var/lib/prometheus/node-exporter/")
+    assert not [note for note in plan().notes if "kvhost.prom" in note]
+
+
 def test_both_managers_run_the_same_command() -> None:
     more = [MoreRunner(name="second", api_port=8001)]
     settings = Settings(monitoring=True, more_runners=more, cache_http_port=9000)
@@ -376,54 +381,3 @@ def test_the_command_prints_the_files() -> None:
         done = CliRunner().invoke(kvhost_main, ["monitoring", word])
         assert done.exit_code == 0
         assert done.output == path.read_text()
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_a_running_engine_exports_every_series(engine: Path, tmp_path: Path) -> None:
-    """The collector beside the real cache server and runner, after a prompt that came from L2."""
-    base = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e")) / "metrics"
-    shutil.rmtree(base, ignore_errors=True)
-    base.mkdir(parents=True)
-    pair = Pair(base, engine)
-    pair.make()
-    api, cache = (f"http://127.0.0.1:{pair.ports[n]}" for n in (0, 2))
-    try:
-        for _ in range(2):  # the second time the prompt lies in L2
-            pair.start()
-            wait_for(f"{api}/health")
-            ask(api)
-            time.sleep(4)
-            words = [sys.executable, metrics.__file__, "--base", base, "--tier", base / "tier",
-                     "--out", tmp_path, "--cache", cache, "--runner", f"runner={api}"]  # fmt: skip
-            subprocess.run([str(word) for word in words], check=True)
-            pair.stop()
-    finally:
-        pair.stop()
-    text = (tmp_path / metrics.FILE).read_text()
-    shutil.rmtree(base)
-    exported = set(re.findall(r"(?m)^# TYPE (\S+)", text))
-    assert {*metrics.VLLM, *metrics.LMCACHE} - exported == set()
-    found = dict(metrics_of(text))
-    assert found['kvhost_service_up{service="runner"}'] == 1
-    assert found["lmcache_mp_lookup_hit_l2_tokens_total"] >= 1024
-
-
-def wait_for(url: str) -> None:
-    deadline = time.monotonic() + 240
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(1)
-
-
-def ask(api: str) -> None:
-    body = {"model": "kvhost-builtin", "prompt": [20 + n * n % 200 for n in range(2056)],
-            "max_tokens": 2, "temperature": 0}  # fmt: skip
-    request = urllib.request.Request(
-        f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    urllib.request.urlopen(request, timeout=120).close()

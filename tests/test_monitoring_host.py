@@ -1,0 +1,154 @@
+"""Monitoring on the real thing: a running engine's pages, a host with systemd."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvhost import monitoring
+from kvhost.onhost import metrics
+from tests.e2e_tools import Done, make_site
+from tests.engine_pair import Pair
+from tests.lab.nspawn import Lab, until
+from tests.test_monitoring import metrics_of
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.engine
+def test_a_running_engine_exports_every_series(engine: Path, tmp_path: Path) -> None:
+    """The collector beside the real cache server and runner, after a prompt that came from L2."""
+    base = Path(os.environ.get("KVHOST_E2E_BASE", "/var/lib/kvhost-e2e")) / "metrics"
+    shutil.rmtree(base, ignore_errors=True)
+    base.mkdir(parents=True)
+    pair = Pair(base, engine)
+    pair.make()
+    api, cache = (f"http://127.0.0.1:{pair.ports[n]}" for n in (0, 2))
+    try:
+        for _ in range(2):  # the second time the prompt lies in L2
+            pair.start()
+            wait_for(f"{api}/health")
+            ask(api)
+            time.sleep(4)
+            words = [sys.executable, metrics.__file__, "--base", base, "--tier", base / "tier",
+                     "--out", tmp_path, "--cache", cache, "--runner", f"runner={api}"]  # fmt: skip
+            subprocess.run([str(word) for word in words], check=True)
+            pair.stop()
+    finally:
+        pair.stop()
+    text = (tmp_path / metrics.FILE).read_text()
+    shutil.rmtree(base)
+    exported = set(re.findall(r"(?m)^# TYPE (\S+)", text))
+    assert {*metrics.VLLM, *metrics.LMCACHE} - exported == set()
+    found = dict(metrics_of(text))
+    assert found['kvhost_service_up{service="runner"}'] == 1
+    assert found["lmcache_mp_lookup_hit_l2_tokens_total"] >= 1024
+
+
+class Managed:
+    """One host with systemd, provisioned as far as monitoring needs it; over SSH, with sudo."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.host = lab, lab.host("monitored")
+        self.copy = make_site(folder / "controller")
+        self.inventory = lab.inventory(folder / "hosts.py")
+
+    def pyinfra(self, deploy: str, **data: str) -> Done:
+        given = [word for key, value in data.items() for word in ("--data", f"{key}={value}")]
+        program = str(Path(sys.executable).with_name("pyinfra"))
+        argv = self.lab.argv(program, str(self.inventory), deploy, "-y", *given)
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
+        done = subprocess.run(
+            argv, cwd=self.copy.repo, text=True, timeout=240, check=False,
+            env={**keep, "HOME": str(self.copy.home)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout)
+
+    def stage(self, wanted: str, **data: str) -> Done:
+        done = self.pyinfra("tests/doubles/monitoring_only.py", monitoring=wanted, **data)
+        assert done.code == 0, done.text[-4000:]
+        return done
+
+    def figures(self) -> str:
+        return self.host.root("cat", FIGURES, ok=False)
+
+
+UNIT_PLACE = f"/etc/systemd/system/{monitoring.UNIT}"
+FIGURES = f"/var/lib/prometheus/node-exporter/{metrics.FILE}"
+WANTED, UNWANTED = "monitoring: figures for Prometheus", "monitoring: not wanted"
+
+
+@pytest.mark.systemd
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: namespaces, mounts, containers")
+def test_on_a_host_with_systemd(tmp_path: Path) -> None:
+    with Lab() as lab:
+        site = Managed(lab, tmp_path)
+        host = site.host
+        assert UNWANTED not in site.stage("false").changed()
+        assert WANTED in site.stage("true").changed()
+        until(lambda: "kvhost_service_up" in site.figures(), 60, "the figures are written")
+        assert host.root("stat", "-c", "%U %a", FIGURES).split() == ["root", "644"]
+        assert 'kvhost_source_readable{source="pruner"} 0.0' in site.figures()
+        # what the service's user has in its closed directory is read, the sandbox notwithstanding
+        status = {"usage_bytes": 5, "files": 1, "limit_bytes": 9, "free_bytes": 7, "interval": 5.0,
+                  "free_floor_bytes": 1, "time_unix": 8, "state": "ok", "removed": {}}  # fmt: skip
+        path = "/var/lib/kvhost/log/pruner-status.json"
+        host.write(path, json.dumps(status))
+        host.root("chown", "kvhost:", path)
+        until(lambda: "kvhost_tier_bytes 5.0" in site.figures(), 60, "the tier is told")
+        said = host.root("systemd-analyze", "verify", "--man=no", UNIT_PLACE)
+        assert monitoring.UNIT not in said
+        # again nothing is touched
+        pid = host.root("systemctl", "show", "-P", "MainPID", monitoring.UNIT)
+        assert WANTED not in site.stage("true").changed()
+        assert host.root("systemctl", "show", "-P", "MainPID", monitoring.UNIT) == pid
+        # it comes back, by itself and by the next run
+        host.root("systemctl", "disable", "-q", "--now", monitoring.UNIT)
+        assert WANTED in site.stage("true").changed()
+        # taken away with its file, by the setting and by the removal
+        assert UNWANTED in site.stage("false").changed()
+        there = f"test -e {UNIT_PLACE} || test -e {FIGURES}; echo $?"
+        assert host.root("sh", "-c", there).strip() == "1"
+        assert UNWANTED not in site.stage("false").changed()
+        site.stage("true")
+        until(lambda: "kvhost_service_up" in site.figures(), 60, "the figures are written")
+        done = site.pyinfra("remove.py")
+        assert done.code == 0, done.text[-4000:]
+        assert host.root("sh", "-c", there).strip() == "1"
+        assert "kvhost-metrics" not in host.root("systemctl", "list-units", "--all", "kvhost*")
+        # another's unit is left, and the host refused
+        host.write(UNIT_PLACE, "[Service]\nExecStart=/bin/true\n")
+        done = site.pyinfra("tests/doubles/monitoring_only.py", monitoring="true")
+        assert done.code != 0
+        assert "is not this installation's unit" in " ".join(done.text.split())
+        assert host.read(UNIT_PLACE).startswith("[Service]")
+
+
+def wait_for(url: str) -> None:
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(1)
+
+
+def ask(api: str) -> None:
+    body = {"model": "kvhost-builtin", "prompt": [20 + n * n % 200 for n in range(2056)],
+            "max_tokens": 2, "temperature": 0}  # fmt: skip
+    request = urllib.request.Request(
+        f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=120).close()
