@@ -96,8 +96,8 @@ def served(lab: Lab, folder: Path, port: int = 8080) -> Iterator[str]:
     """The address of ``folder`` for the hosts of the lab."""
     words = ("-m", "http.server", str(port), "--bind", f"{NETWORK}.1", "--directory", str(folder))
     server = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", *lab.argv(sys.executable, *words)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        ["setpriv", "--pdeathsig", "KILL", *lab.argv(sys.executable, *words)],  # never outlives us
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     address = f"http://{NETWORK}.1:{port}/"
     try:
