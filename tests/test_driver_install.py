@@ -225,6 +225,7 @@ def test_cut_off_at_every_step_it_is_completed(site: DriverSite, bare: Bare) -> 
     assert bare.files() == before
 
 
+@pytest.mark.full
 def test_another_version_takes_its_place_and_the_old_one_is_kept(
     site: DriverSite, bare: Bare
 ) -> None:
@@ -244,6 +245,7 @@ def test_another_version_takes_its_place_and_the_old_one_is_kept(
     assert versions(bare.host)["nvidia-smi"] == (f"{OLDER}-1", False)
 
 
+@pytest.mark.full
 def test_what_others_need_is_not_removed(site: DriverSite, bare: Bare) -> None:
     """A program of somebody else's that needs the driver of before."""
     site.distribution.add(Deb("renderfarm", "1.0", f"nvidia-smi (= {OLDER}-1)"))
