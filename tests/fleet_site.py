@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fleet_tools import SMALL, Fleet, plant
-from tests.lab.nspawn import USER, Host, Lab
+from tests.lab.nspawn import USER, Host, Lab, until
 
 BASE = "/var/lib/kvhost"
 #: the step at which a host can be held
@@ -57,7 +56,7 @@ class Site:
                 name in told.rows and told.rows[name].step == RESOLVE for name in names
             )
         )
-        time.sleep(2)
+        until(lambda: all(map(self.at_work, names)), 60, f"{names} are asked")
 
     def lock(self, name: str) -> bool:
         return bool(self.hosts[name].root("sh", "-c", f"ls {BASE}/state/run.lock", ok=False))

@@ -142,6 +142,8 @@ class Fleet:
     bases: dict[str, Path] = field(default_factory=dict)
     #: the working copy that the command is started from
     repo: Path = REPO
+    #: the journal that was the newest before the last command
+    before: Path | None = None
     #: before the command: a network namespace for instance
     prefix: tuple[str, ...] = ()
 
@@ -177,6 +179,7 @@ class Fleet:
         return [*self.prefix, *kvhost, "--inventory", str(self.inventory), *rest]
 
     def start(self, *words: str, stderr_apart: bool = False, **popen: Any) -> subprocess.Popen[str]:
+        self.before = newest(self.folder / "runs")
         error = subprocess.PIPE if stderr_apart else subprocess.STDOUT
         return subprocess.Popen(
             self.argv(*words), cwd=self.repo, env=self.env, stdin=subprocess.DEVNULL, text=True,
@@ -195,9 +198,9 @@ class Fleet:
         return read_journal(path) if path is not None else Told()
 
     def until(self, done: Callable[[Told], bool], seconds: float = 120) -> None:
-        """Until the journal says so."""
+        """Until the journal of the command that was started last says so."""
         deadline = time.monotonic() + seconds
-        while not done(self.told()):
+        while newest(self.folder / "runs") == self.before or not done(self.told()):
             assert time.monotonic() < deadline, self.told()
             time.sleep(0.1)
 

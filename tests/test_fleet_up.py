@@ -6,13 +6,16 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvhost.journal import Told
 from tests.e2e_tools import free_ports
-from tests.fleet_tools import Fleet
+from tests.fleet_tools import Fleet, interrupt
 
 pytestmark = [
     pytest.mark.fleet,
@@ -62,3 +65,40 @@ def test_the_others_end_right_and_a_retry_ends_all_that_can(fleet: Fleet) -> Non
     assert ran.code == 1
     assert all(fleet.well(name) for name in ("good", "taken", "half"))
     assert (good / "state/receipt.json").stat().st_mtime_ns == before
+
+
+RESOLVE = "cache: what the engine makes of the configuration"
+
+
+@pytest.mark.full
+def test_broken_off_it_says_where_it_stood_and_the_next_run_converges(fleet: Fleet) -> None:
+    """Ctrl-C, then kill -9 with a program that goes on as at the far end of a connection."""
+    base = fleet.add_here("a", TOP)
+    (base / "slow-resolve").touch()
+
+    def stands(told: Told) -> bool:
+        return "a" in told.rows and told.rows["a"].step == RESOLVE
+
+    process = fleet.start("up", start_new_session=True)
+    fleet.until(stands)
+    interrupt(process)
+    ran = fleet.end(process, 60)
+    assert (ran.code, ran.results()) == (130, {"a": "broken off"}), ran.text[-4000:]
+    assert RESOLVE in ran.text
+    assert not (base / "state/run.lock").exists()
+
+    process = fleet.start("up", start_new_session=True)
+    fleet.until(stands)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert (base / "state/run.lock").exists()
+    python = next((base / "envs").iterdir()) / "bin/python"
+    left = subprocess.Popen(["/bin/sh", str(python), str(base / "bin/resolve.py")])
+    process = fleet.start("up", start_new_session=True)
+    fleet.until(stands)
+    assert left.wait(30) == -signal.SIGTERM
+    (base / "slow-resolve").unlink()
+    ran = fleet.end(process)
+    assert (ran.code, ran.results()) == (0, {"a": "changed"}), ran.text[-4000:]
+    assert "did not end. It stood here:" in ran.text
+    assert fleet.well("a")

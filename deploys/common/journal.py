@@ -14,6 +14,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import gevent
 from pyinfra import context, logger
 from pyinfra.api.state import BaseStateCallback, StateStage
 
@@ -23,12 +24,20 @@ from kvhost.journal import VARIABLE, tell
 INTERRUPTED = 130
 #: ms without an answer after which a connection is lost; TCP alone waits a quarter of an hour
 LOST_MS = 60_000
+#: seconds for giving the locks back after Ctrl-C; hosts that do not answer keep theirs
+GIVE_BACK_S = 45
 _begun = False
+_stopping = False
 
 
 class _Journal(BaseStateCallback):
     @staticmethod
+    def operation_start(state: Any, op_hash: str) -> None:
+        _hold()
+
+    @staticmethod
     def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
+        _hold()
         if op_hash in state.ops[host]:
             _tell("step", host=host.name, name=_name(state, op_hash))
 
@@ -67,12 +76,12 @@ def keep_journal() -> None:
     signal.signal(signal.SIGINT, _interrupted)
     for host in state.inventory.get_active_hosts():
         _notice_a_lost_link(host)
+    state.add_callback_handler(_Journal())
     if not os.environ.get(VARIABLE):
         return
     names = [host for host in state.inventory if state.is_host_in_limit(host)]
     away = [host.name for host in names if host not in state.activated_hosts]
     tell("hosts", names=[host.name for host in names], unreachable=away)
-    state.add_callback_handler(_Journal())
     atexit.register(_end, state)
 
 
@@ -87,11 +96,32 @@ def _end(state: Any) -> None:
 
 
 def _interrupted(signum: int, frame: FrameType | None) -> None:
-    """pyinfra waits for the commands that run on the hosts, and ends with 0."""
+    """pyinfra would wait for what runs on the hosts, and end with 0.
+
+    Nothing is raised here: an exception lands in whichever greenlet is at work, and a greenlet
+    that is killed counts as done for pyinfra, which goes on.
+    """
+    global _stopping
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the locks are given back now: not twice
+    _stopping = True
+    gevent.spawn(_leave)
+
+
+def _leave() -> None:
+    """Gives the locks back, which ends what runs on the hosts, and ends this process."""
     logger.warning("interrupted: the hosts' run locks are given back, what runs there is ended")
-    context.state.pool.kill(block=False)
-    sys.exit(INTERRUPTED)
+    context.ctx_state.get().pool.kill(block=False)
+    with gevent.Timeout(GIVE_BACK_S, False):
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
+def _hold() -> None:
+    """Begins nothing more on any host."""
+    while _stopping:
+        gevent.sleep(1)
 
 
 def _notice_a_lost_link(host: Any) -> None:
