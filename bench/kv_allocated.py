@@ -107,7 +107,33 @@ def specified(folder: str, kv_dtype: str) -> dict[str, Any]:
             initialize_model(vllm_config=config)
         if config.cache_config.mamba_block_size is None:
             config.cache_config.mamba_block_size = CONTEXT
-        return {**layers(get_kv_cache_spec(config)), "way": "specification"}
+        specs = get_kv_cache_spec(config)
+        return {**layers(specs), **planned(config, specs), "way": "specification"}
+
+
+def planned(config: Any, specs: dict[str, Any]) -> dict[str, Any]:
+    """Blocks, groups and bytes that the engine plans for ROOM; {} where it pads pages at a start
+    only (states beside attention)."""
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.worker_base import (
+        get_current_attn_backends,
+        get_supported_kv_cache_layouts,
+    )
+
+    try:
+        backends = get_current_attn_backends(config)
+        names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        resolve_kv_cache_layout(config, [names], list(specs.values()))
+        (plan,) = get_kv_cache_configs(config, [dict(specs)], [ROOM])
+    except Exception:  # of any kind: what vLLM raises is its answer
+        traceback.print_exc()
+        return {}
+    return {
+        "blocks": plan.num_blocks,
+        "groups": [len(group.layer_names) for group in plan.kv_cache_groups],
+        "planned_bytes": max(tensor.size for tensor in plan.kv_cache_tensors),
+    }
 
 
 def layers(specs: dict[str, Any]) -> dict[str, Any]:
