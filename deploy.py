@@ -39,4 +39,5 @@ else:
     cache.deploy(run)
     monitoring.deploy(run)
     runner.deploy(run)
+    monitoring.clear(run)
     verify.deploy(run)

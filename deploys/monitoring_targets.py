@@ -4,6 +4,7 @@ from typing import Any
 
 from pyinfra import host
 from pyinfra.api import FunctionCommand, operation
+from pyinfra.connectors.local import LocalConnector
 
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
@@ -14,7 +15,7 @@ from kvhost.asking import answer
 
 def address() -> str:
     """As the inventory reaches it; the machine that this runs on is its loopback."""
-    if host.name.startswith("@"):
+    if issubclass(host.connector_cls, LocalConnector):
         return "127.0.0.1"
     return str(host.data.get("ssh_hostname") or host.name)
 

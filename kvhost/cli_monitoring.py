@@ -10,7 +10,7 @@ import click
 from kvhost.cli_care import ask
 from kvhost.cli_options import inventory_option
 from kvhost.cli_run import copy_root, pyinfra
-from kvhost.cli_up import Runner
+from kvhost.cli_up import Runner, stdout_kept
 
 FILES = {"rules": "rules.yml", "dashboard": "dashboard.json"}
 #: where node_exporter listens unless it was told otherwise
@@ -47,8 +47,9 @@ def scrape(
 
     Exit: 0 all hosts that were asked write their figures; 1 one does not, or gave no answer.
     """
-    code, found = targets(pyinfra, inventory, port, pyinfra_args)
-    click.echo(json.dumps(found, indent=1))
+    with stdout_kept() as stdout:  # a file is made of it
+        code, found = targets(pyinfra, inventory, port, pyinfra_args)
+        stdout.write(json.dumps(found, indent=1) + "\n")
     context.exit(code)
 
 

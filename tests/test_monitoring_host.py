@@ -18,10 +18,12 @@ from kvhost import monitoring
 from kvhost.onhost import metrics
 from tests.e2e_tools import Done, make_site
 from tests.engine_pair import Pair
+from tests.fleet_tools import REPO, Fleet
 from tests.lab.nspawn import Lab, until
 from tests.test_monitoring import metrics_of
 
 pytestmark = pytest.mark.full
+TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "monitoring"
 
 
 @pytest.mark.engine
@@ -132,6 +134,43 @@ def test_on_a_host_with_systemd(tmp_path: Path) -> None:
         assert done.code != 0
         assert "is not this installation's unit" in " ".join(done.text.split())
         assert host.read(UNIT_PLACE).startswith("[Service]")
+
+
+def test_the_whole_deploy_under_supervisord(tmp_path: Path) -> None:
+    """The real deploy and supervisord; the engine is a double, which has no pages."""
+    shutil.rmtree(TOP, ignore_errors=True)
+    fleet, folder = Fleet(tmp_path), TOP / "text"
+    base = fleet.add_here("a", TOP, monitoring=True, monitoring_textfile_dir=str(folder))
+    host, path = fleet.hosts["@local/a"], folder / metrics.FILE
+    try:
+        ran = fleet.run("up")
+        assert ran.code == 0, ran.text[-4000:]
+
+        def figures() -> dict[str, float]:
+            return dict(metrics_of(path.read_text())) if path.exists() else {}
+
+        told = "kvhost_tier_limit_bytes"  # once the pruner has made a pass
+        until(lambda: told in figures(), 3 * monitoring.EVERY_S, "the tier is told")
+        assert figures()['kvhost_service_up{service="pruner"}'] == 1
+        assert figures()[told] == int(host["cache_limit_gib"] * (1 << 30))
+        assert path.owner() == "kvhost"
+        words = [sys.executable, "-m", "kvhost.cli", "monitoring", "scrape", "--inventory",
+                 str(fleet.inventory)]  # fmt: skip
+        said = subprocess.run(
+            words, cwd=REPO, env=fleet.env, capture_output=True, text=True, check=True
+        ).stdout
+        assert json.loads(said) == [{"targets": ["127.0.0.1:9100"], "labels": {"kvhost": "a"}}]
+        again = Done(0, fleet.run("up").text)
+        assert again.changed() == []
+        host["monitoring"] = False
+        done = Done(0, fleet.run("up").text)
+        assert UNWANTED in done.changed(), done.text[-4000:]
+        assert not path.exists()
+        assert "metrics" not in (base / "etc/supervisord.conf").read_text()
+        assert fleet.well("a")
+    finally:
+        fleet.remove()
+        shutil.rmtree(TOP)
 
 
 def wait_for(url: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deploys.common.context import Run
 from deploys.common.looks import Ask
-from deploys.monitoring.operations import ACTIVE, PLACE, collector, writable
+from deploys.monitoring.operations import ACTIVE, PLACE, collector, no_collector, writable
 from kvhost.monitoring import textfile
 
 
@@ -25,6 +25,12 @@ def asks(run: Run) -> Iterator[Ask]:
 
 
 def deploy(run: Run) -> None:
-    wanted = run.settings.monitoring
-    name = "monitoring: figures for Prometheus" if wanted else "monitoring: not wanted"
-    collector(name=name, run=run)
+    """Before the stage runner: supervisord starts the program there, which needs its directory."""
+    if run.settings.monitoring:
+        collector(name="monitoring: figures for Prometheus", run=run)
+
+
+def clear(run: Run) -> None:
+    """After it: supervisord has ended the program, which would write its file again."""
+    if not run.settings.monitoring:
+        no_collector(name="monitoring: not wanted", run=run)

@@ -52,13 +52,11 @@ def ours(run: Run, path: str) -> bool:
 @operation()
 @converges
 def collector(run: Run) -> Commands:
-    """The collector runs, with its present text; where it is not wanted it is taken away.
+    """The collector runs, with its present text.
 
     + run: the run of this host
     """
-    if not run.settings.monitoring:
-        yield from take_away(run)
-    elif run.systemd:
+    if run.systemd:
         yield from unit(run)
     elif ask_file(run.settings.monitoring_textfile_dir) is None:
         yield from makes_folder(run)
@@ -88,7 +86,13 @@ def unit(run: Run) -> Commands:
     )
 
 
-def take_away(run: Run) -> Commands:
+@operation()
+@converges
+def no_collector(run: Run) -> Commands:
+    """Neither a unit nor a file of the collector is there.
+
+    + run: the run of this host
+    """
     if ours(run, PLACE):
         yield StringCommand(
             f"systemctl disable -q --now {UNIT}; rm -f {PLACE}; systemctl daemon-reload"

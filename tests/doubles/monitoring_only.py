@@ -14,3 +14,4 @@ else:
     take_lock(name="host: one run at a time", run=run, asks=asks)
     host_stage.deploy(run)
     monitoring.deploy(run)
+    monitoring.clear(run)
