@@ -91,7 +91,7 @@ def environment() -> str:
     """Directory to be bound at BASE/envs: one environment, complete by its marker."""
     locks = REPO / "locks"
     lock = read_lock(locks, load_matrix(locks).fitting(os.uname().machine, "cpu")[0], "3.11")
-    made_of = repr((3, lock.digest, FILES, PYTHON, ENGINE))
+    made_of = repr((4, lock.digest, FILES, PYTHON, ENGINE))
     place = lab_dir() / f"fleet-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
     with only_one(lab_dir(), "fleet"):
         if not (place / "done").exists():
@@ -106,6 +106,13 @@ def environment() -> str:
                 folder.mkdir(parents=True)
                 for one in range(IN_ONE):
                     (folder / f"module{one}.py").write_text("")
+            for line in lock.text.splitlines():
+                if "==" in line and not line.startswith(("#", " ")):
+                    pin, _, version = line.split()[0].partition("==")
+                    info = f"{pin.replace('-', '_')}-{version}.dist-info"
+                    path = env / "lib/python3.11/site-packages" / info / "METADATA"
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_text(f"Name: {pin}\nVersion: {version}\n")
             told = sh(sys.executable, "-c", MANIFEST, str(REPO / "kvhost/onhost"), str(env))
             marker = {"lock": lock.digest, "abi": [], **json.loads(told)}
             (env / ".kvhost-complete.json").write_text(json.dumps(marker))
