@@ -190,13 +190,17 @@ def test_killed_at_a_step_the_next_run_completes_it(base: Base, step: str) -> No
 
 
 def test_a_claimed_drive_keeps_what_its_release_needs(base: Base) -> None:
-    (base.root / "state/drive.json").write_text("{}")
+    drive = {"state/drive.json", "state/drive-apply.json"}
+    for name in (*drive, "state/driver.json", "state/driver-initramfs"):
+        (base.root / name).write_text("{}")
+    (base.root / "state/driver-before").mkdir()
+    (base.root / "state/driver-before/a.deb").write_text("x")
     (base.root / "tier/others/x").unlink()
     (base.root / "tier/others").rmdir()
     (base.root / "calls").unlink(missing_ok=True)
     assert "release.py" in " ".join(base.call("--check")["stays"])
     base.call("--caches", "--models")
-    assert base.left() == {"state/drive.json"} | GUARD
+    assert base.left() == drive | GUARD  # nothing of the GPU's driver
 
 
 def test_services_of_a_version_that_knows_no_uninstall_are_shut_down(base: Base) -> None:

@@ -170,7 +170,8 @@ class Host:
     def state_that_stays(self) -> set[str]:
         """The lock that is held now; and while a drive is claimed, what its release needs."""
         held = there(self.path("state", DRIVE))
-        drive = {n for n in listdir(self.path("state")) if held and n.startswith("drive")}
+        names = listdir(self.path("state")) if held else []
+        drive = {n for n in names if n.startswith(("drive.", "drive-"))}  # not the GPU driver's
         return {GUARD, "run.lock", *drive}
 
     def strangers(self, folder: str) -> list[str]:
