@@ -153,6 +153,10 @@ def test_what_a_host_exports(host: Host, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found['kvhost_drive_wear_percent{device="nvme0n1"}'] == 7
     assert found['kvhost_drive_media_errors_total{device="nvme0n1"}'] == 2
     assert found['kvhost_drive_written_bytes_total{device="nvme0n1"}'] == 1_536_000
+    # of the recorded pages: both servers say the same of what came from L2
+    labels = 'runner="runner",model_name="kvhost-builtin"'
+    assert found[f"vllm:external_prefix_cache_hits_total{{{labels}}}"] == 2560
+    assert found["lmcache_mp_lookup_hit_l2_tokens_total"] == 2560
     for name in ("cache", "runner", "pruner"):
         assert found[f'kvhost_service_up{{service="{name}"}}'] == 1
         began = found[f'kvhost_service_start_timestamp_seconds{{service="{name}"}}']
@@ -187,7 +191,7 @@ def test_labels_are_few_and_nothing_secret_is_told(
     tenant = f'{{cache_salt="{SECRET}",model_name="/srv/{SECRET}"}} 1000\n'
     pages.pages["/lmcache/metrics"] += "lmcache_mp_lookup_hit_tokens_total" + tenant
     found = host.collect(monkeypatch)
-    assert found["lmcache_mp_lookup_hit_tokens_total"] == 5608, "all tenants together"
+    assert found["lmcache_mp_lookup_hit_tokens_total"] == 3560, "all tenants together"
     assert found['vllm:num_requests_waiting{runner="runner",model_name="q\\"{x}"}'] == 3
     assert SECRET not in host.text
     body = host.text.partition("\n")[2]
