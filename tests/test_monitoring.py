@@ -300,6 +300,18 @@ def test_promtool_accepts_and_tests_the_rules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_prometheus_reads_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+    asked = [t["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"]
+             for t in panel["targets"]]  # fmt: skip
+    assert len(asked) > 12
+    rules = [{"record": f"a:{n}", "expr": expr} for n, expr in enumerate(asked)]
+    path = tmp_path / "asked.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "a", "rules": rules}]}))
+    check = [program("promtool"), "check", "rules", str(path)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_alert_fires_in_a_course_and_tells_what_to_do() -> None:
     course = (FIXTURES / "rules_test.yml").read_text()
     fired = set(re.findall(r'ALERTS\{alertname="(\w+)", alertstate="firing"', course))
