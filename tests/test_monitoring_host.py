@@ -16,13 +16,16 @@ import pytest
 
 from kvhost import monitoring
 from kvhost.onhost import metrics
+from kvhost.settings import Settings
 from tests.e2e_tools import Done, make_site
 from tests.engine_pair import Pair
 from tests.fleet_tools import REPO, Fleet
 from tests.lab.nspawn import Lab, until
+from tests.lab.vm import Lab as VmLab
 from tests.test_monitoring import metrics_of
 
 pytestmark = pytest.mark.full
+ONHOST = REPO / "kvhost/onhost"
 TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "monitoring"
 
 
@@ -134,6 +137,47 @@ def test_on_a_host_with_systemd(tmp_path: Path) -> None:
         assert done.code != 0
         assert "is not this installation's unit" in " ".join(done.text.split())
         assert host.read(UNIT_PLACE).startswith("[Service]")
+
+
+def with_siblings(name: str) -> list[str]:
+    """A script of onhost, and those that it imports from beside it."""
+    names = [name]
+    for one in names:
+        words = re.findall(r"(?m)^ +(?:from|import) (\w+)", (ONHOST / one).read_text())
+        more = [f"{word}.py" for word in words if (ONHOST / f"{word}.py").exists()]
+        names += [found for found in dict.fromkeys(more) if found not in names]
+    return names
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the image of the test host is made as root")
+def test_the_health_of_an_nvme_drive_is_read_from_within_the_sandbox() -> None:
+    """The real unit on a virtual machine; the drive is QEMU's."""
+    with VmLab() as lab:
+        machine = lab.host("watched", drives=("TIER",))
+        name = machine.names()["TIER"]
+        settings = Settings(monitoring=True, tier_dir="/srv/fast/tier")
+        folder = settings.monitoring_textfile_dir
+        machine.ssh(
+            f"mkdir -p /srv/fast {settings.paths.bin} {folder} && mkfs.xfs -q /dev/{name} && "
+            f"mount /dev/{name} /srv/fast && mkdir {settings.tier_dir}"
+        )
+        for script in with_siblings("metrics.py"):
+            text = (ONHOST / script).read_text()
+            machine.put(text, f"{settings.paths.bin}/{script}", "0755")
+        unit = monitoring.unit_text(settings, settings.paths, "x")
+        machine.put(unit, UNIT_PLACE, "0644")
+        machine.ssh(f"systemctl daemon-reload && systemctl start {monitoring.UNIT}")
+
+        def figures() -> str:
+            return machine.ssh(f"cat {FIGURES} || true").stdout
+
+        until(lambda: "kvhost_metrics_last_run" in figures(), 90, "the figures are written")
+        found = dict(metrics_of(figures()))
+        print(figures(), machine.ssh(f"journalctl -o cat -u {monitoring.UNIT}").stdout)
+        assert found['kvhost_source_readable{source="drive"}'] == 1
+        assert found[f'kvhost_drive_wear_percent{{device="{name}"}}'] == 0
+        assert 0 < found[f'kvhost_drive_temperature_celsius{{device="{name}"}}'] < 80
+        assert found[f'kvhost_drive_written_bytes_total{{device="{name}"}}'] > 0
 
 
 def test_the_whole_deploy_under_supervisord(tmp_path: Path) -> None:
