@@ -41,6 +41,7 @@ DENIED: dict[str, str] = {
     "--max-model-len": _SET.format("max_model_len"),
     "--dtype": _SET.format("dtype"),
     "--kv-cache-dtype": _SET.format("kv_cache_dtype"),
+    "--shutdown-timeout": _SET.format("drain_s"),
     "--host": _SET.format("api_host"),
     "--port": _SET.format("api_port"),
     "--tensor-parallel-size": _SET.format("tensor_parallel_size"),

@@ -329,6 +329,16 @@ class Settings(RunnerSettings, DriverSettings, MonitoringSettings):
         reaches_host=False,
     )
 
+    drain_s: int = setting(
+        _RUN,
+        30,
+        "How long requests that a stop of vLLM finds at work may go on; 0 ends them at once.",
+        unit="seconds",
+        example=60,
+        ge=0,
+        le=120,
+    )
+
     ready_timeout_s: int = setting(
         _RUN,
         600,

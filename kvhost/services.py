@@ -212,6 +212,8 @@ def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict
         **({"gpu-memory-utilization": share} if share is not None else {}),
         "enable-prompt-tokens-details": True,
         "enforce-eager": True,
+        # without it vLLM kills its engine at SIGTERM, and a request that has not reached it hangs
+        "shutdown-timeout": settings.drain_s,
         "disable-uvicorn-access-log": True,
         "kv-transfer-config": {
             "kv_connector": "LMCacheMPConnector",
@@ -348,7 +350,7 @@ def runner_service(
         after=("cache",),
         ready=ready_argv(settings, paths, with_key=with_key, name=name),
         ready_s=settings.ready_timeout_s,
-        stop_timeout_s=60,
+        stop_timeout_s=settings.drain_s + 30,
         priority=20,
     )
 

@@ -64,6 +64,7 @@ DEFAULTS: dict[str, object] = {
     "heartbeat_s": 2.0,
     "mq_timeout_s": 10.0,
     "api_key_file": None,
+    "drain_s": 30,
     "ready_timeout_s": 600,
     "runner_extra_args": [],
     "verify_events": ["both"],
@@ -198,6 +199,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("verify_min_hit", 0, "must be more than 0"),
     ("verify_min_hit", 95, "must be at most 1"),
     ("ready_timeout_s", 0, "must be at least 1"),
+    ("drain_s", 121, "must be at most 120"),
     ("mq_timeout_s", 300, "must be at most 120"),
     ("pruner_interval_s", 0, "must be at least 0.1"),
     # choices

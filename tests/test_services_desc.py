@@ -142,6 +142,9 @@ def test_vllms_configuration_degrades_and_recovers_and_fails_no_request() -> Non
     assert extra["lmcache.mp.port"] == 6001
     assert (extra["lmcache.mp.heartbeat_interval"], extra["lmcache.mp.mq_timeout"]) == (3.0, 11.0)
     assert (config["host"], config["port"]) == ("127.0.0.1", 9000)
+    # vLLM is given its time for the requests at work, and then half a minute to end
+    assert config["shutdown-timeout"] == 30
+    assert described(drain_s=45)["runner"].stop_timeout_s == 75
     assert not [key for key in config if "key" in key or "trust" in key]
     loader = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES))
     text = loader.get_template("vllm.yaml.j2").render(config=config)

@@ -41,7 +41,6 @@ TOOLS = {
     "ip": "iproute2",
     "ssh": "openssh-client",
     "mkfs.ext4": "e2fsprogs",
-    "faketime": "faketime",
     "gpg": "gpg",
     "gpg-agent": "gpg-agent",
 }
