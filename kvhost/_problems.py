@@ -91,12 +91,16 @@ def names_a_secret(key: str) -> bool:
 
 def holds_a_secret(value: object) -> bool:
     """Whether a text, or any text in a list or dictionary, looks like a well-known secret."""
-    if isinstance(value, str):
-        return _SECRET_VALUE.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(holds_a_secret(item) for pair in value.items() for item in pair)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(holds_a_secret(item) for item in value)
+    left, seen = [value], set()  # no recursion: what a file says may be as deep as it likes
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            if _SECRET_VALUE.search(one):
+                return True
+        elif isinstance(one, (Mapping, list, tuple, set, frozenset)) and id(one) not in seen:
+            seen.add(id(one))
+            left.extend(one)
+            left.extend(one.values() if isinstance(one, Mapping) else ())
     return False
 
 

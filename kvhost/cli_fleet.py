@@ -17,8 +17,9 @@ from kvhost._problems import Refusal
 from kvhost.basics import printable
 from kvhost.cli_care import ask
 from kvhost.cli_run import FLEET_INVENTORY, copy_root, pyinfra
-from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, FleetError, load_fleet, read_yaml, yaml
+from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, load_fleet
 from kvhost.fleet_model import host_name
+from kvhost.fleet_yaml import FleetError, read_yaml, yaml
 from kvhost.ssh_line import LineError, Target, parse
 from kvhost.working_copy import CopyError, make
 

@@ -28,9 +28,9 @@ def copy_root() -> Path:
 def default_inventory() -> str:
     """The fleet where fleet.yaml names hosts, else this machine."""
     path = copy_root() / "fleet.yaml"
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to nowhere is a fault of the fleet, not this machine
         return "inventory.py"
-    from kvhost.fleet import FleetError, read_yaml
+    from kvhost.fleet_yaml import FleetError, read_yaml
 
     try:
         return FLEET_INVENTORY if read_yaml(path).get("hosts") else "inventory.py"
@@ -41,9 +41,10 @@ def default_inventory() -> str:
 def fleet_secrets(top: Path) -> list[str]:
     """What is to be masked in logs; none where fleet.yaml is not usable, and so no host reached."""
     path = top / os.environ.get("KVHOST_FLEET", "fleet.yaml")
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    from kvhost.fleet import FleetError, load_fleet, secrets_of
+    from kvhost.fleet import load_fleet, secrets_of
+    from kvhost.fleet_yaml import FleetError
 
     try:
         found = secrets_of(load_fleet(path, folder=top), os.environ)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.comments import CommentedMap
 
 from kvhost._problems import Refusal, holds_a_secret, nearest, short
+from kvhost.basics import printable
 from kvhost.fleet_model import FleetFile, Group, HostEntry, SecretRef, jump_parts
+from kvhost.fleet_yaml import Fault, FleetError, line_of, plain, read_yaml
 from kvhost.schema_drives import HOST_DATA_ONLY
 from kvhost.secrets import Secret, SecretError, read_secret
-from kvhost.settings import SettingsError, validate_hosts
+from kvhost.settings import Settings, SettingsError, validate_hosts
 
 KNOWN_HOSTS = "known_hosts"
 SSH_CONFIG = ".kvhost/ssh_config"
@@ -39,29 +39,6 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One thing wrong in the file: its line (from 1), the key as hosts.NAME.KEY, what to write."""
-
-    line: int
-    key: str
-    what: str
-    write: str
-
-
-class FleetError(ValueError):
-    """Every fault of a fleet.yaml; `str()` is the list for people."""
-
-    def __init__(self, path: Path, faults: Sequence[Fault]) -> None:
-        self.path, self.faults = path, tuple(sorted(faults, key=lambda f: (f.line, f.key)))
-        noun = "problem" if len(faults) == 1 else "problems"
-        lines = [f"{len(faults)} {noun} in {path}. No host was reached."]
-        for fault in self.faults:
-            lines.append(f"{path.name}:{fault.line}: {fault.key}: {fault.what}")
-            lines.append(f"   write: {fault.write}")
-        super().__init__("\n".join(lines))
-
-
-@dataclass(frozen=True)
 class Fleet:
     """A checked file, and the folder that its relative paths begin at."""
 
@@ -74,19 +51,11 @@ class Fleet:
         return _merged(self.file, self.file.hosts[name])
 
 
-def yaml() -> YAML:
-    """Reads and writes with comments and order kept."""
-    made = YAML(typ="rt")
-    made.preserve_quotes = True
-    made.width = 1000
-    return made
-
-
 def load_fleet(path: Path, folder: Path | None = None) -> Fleet:
     """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults."""
     root = read_yaml(path)
     try:
-        file = FleetFile.model_validate(plain(root))
+        file = FleetFile.model_validate(plain(root, path))
     except ValidationError as error:
         faults = [_fault(root, dict(detail)) for detail in error.errors(include_url=False)]
         raise FleetError(path, faults) from None
@@ -97,64 +66,11 @@ def load_fleet(path: Path, folder: Path | None = None) -> Fleet:
     return Fleet(path, file, folder or path.parent)
 
 
-def read_yaml(path: Path) -> CommentedMap:
-    """The file as a mapping, with its lines. Raises FleetError."""
-    try:
-        with path.open(encoding="utf-8") as handle:
-            root = yaml().load(handle)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        words = " ".join(str(error.problem or error.context).split("\n", 1)[0].split())
-        if holds_a_secret(words):
-            words = "is not YAML"
-        raise FleetError(path, [Fault(line, "the file", words, "YAML (docs/fleets.md)")]) from None
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "cannot be read as YAML"
-        raise FleetError(
-            path, [Fault(1, "the file", str(why), "kvhost init DIR makes one")]
-        ) from None
-    if root is None:
-        return CommentedMap()
-    if not isinstance(root, CommentedMap):
-        raise FleetError(path, [Fault(1, "the file", "must begin with a key", "hosts:")])
-    return root
-
-
-def plain(node: Any) -> Any:
-    """Without what ruamel hangs on: dict, list, str, int, float, bool, None; dates stay."""
-    if isinstance(node, Mapping):
-        return {str(k) if isinstance(k, str) else k: plain(v) for k, v in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [plain(item) for item in node]
-    for kind in (str, float):
-        if isinstance(node, kind):
-            return kind(node)
-    if isinstance(node, int) and not isinstance(node, bool):
-        return int(node)
-    return node
-
-
-def line_of(root: CommentedMap, loc: Sequence[Any]) -> int:
-    """Line (from 1) of the deepest key of ``loc`` that is in the file."""
-    line, node = 1, root
-    for step in loc:
-        try:
-            if isinstance(node, CommentedMap) and step in node:
-                line = node.lc.key(step)[0] + 1
-            elif isinstance(node, CommentedSeq) and isinstance(step, int) and step < len(node):
-                line = node.lc.item(step)[0] + 1
-            else:
-                break
-        except (KeyError, TypeError):  # merged in by <<, which has no line of its own
-            break
-        node = node[step]
-    return line
-
-
 def _named(loc: Sequence[Any]) -> str:
     words = [str(part) for part in loc if part != "[key]"]
-    return "(not shown)" if holds_a_secret(words) else ".".join(words) or "the file"
+    if holds_a_secret(words):
+        return "(not shown)"
+    return printable(".".join(words)).replace("\n", "\ufffd")[:200] or "the file"
 
 
 def _fault(root: CommentedMap, detail: dict[str, Any]) -> Fault:
@@ -234,6 +150,32 @@ def _groups_known(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
                 "one of them",
             )
         addresses.setdefault(place, name)
+    yield from _jumps(root, file)
+
+
+def _jumps(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+    """A configuration of ssh knows one way to an address, and follows it again from each hop."""
+    ways: dict[str, tuple[str, str]] = {}
+    for name, entry in file.hosts.items():
+        if entry.jump:
+            other, way = ways.setdefault(entry.address, (name, entry.jump))
+            if way != entry.jump:
+                what = f"is another way to {entry.address} than that of {other}"
+                write = f"{way}, or another name for one of the addresses"
+                loc = ("hosts", name, "jump")
+                yield Fault(line_of(root, loc), _named(loc), what, write)
+    for name, entry in file.hosts.items():
+        seen: set[str] = set()
+        left = [entry.jump] if entry.jump else []
+        while left:
+            for _, hop, _ in jump_parts(left.pop()):
+                if hop in ways and hop not in seen:
+                    seen.add(hop)
+                    left.append(ways[hop][1])
+        if entry.address in seen:
+            loc = ("hosts", name, "jump")
+            what = "leads back to the host itself"
+            yield Fault(line_of(root, loc), _named(loc), what, "a host that is reached without it")
 
 
 def _misplaced(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
@@ -281,7 +223,7 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
     used = {group for entry in hosts.values() for group in entry.groups}
     for group in [None, *file.groups]:  # those that no host has yet are checked too
         if group not in used and (group or not hosts):
-            entry = HostEntry(address="-", groups=[group] if group else [])
+            entry = HostEntry(address="x", groups=[group] if group else [])
             hosts[f"({group})"] = entry
             data[f"({group})"] = _merged(file, entry)
     file = file.model_copy(update={"hosts": hosts})
@@ -290,7 +232,7 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
     except SettingsError as error:
         seen = set()
         for problem, problem_hosts in error.problems.items():
-            if ", " in problem.key:
+            if set(problem.key.split(", ")) <= Settings.model_fields.keys() and ", " in problem.key:
                 continue
             for host in problem_hosts:
                 loc: tuple[str, ...] = _where(file, host, problem.key)
@@ -305,6 +247,18 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
 # What pyinfra is given
 
 
+def key_path(fleet: Fleet, key: str) -> Path:
+    """A relative path begins beside the file; one of a user who is not there stays as it is."""
+    return fleet.folder / os.path.expanduser(key)  # noqa: PTH111 - Path's raises for that user
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is too long, its directory closed
+        return False
+
+
 def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
     """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing,
     files of keys too."""
@@ -313,9 +267,9 @@ def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secr
     root = read_yaml(fleet.path)
     for name, entry in fleet.file.hosts.items():
         # pyinfra would stop the whole run at one that is not there
-        if entry.key and not (fleet.folder / Path(entry.key).expanduser()).is_file():
+        if entry.key and not _is_file(key_path(fleet, entry.key)):
             loc = ("hosts", name, "key")
-            what = f"no such file on the controller: {fleet.folder / Path(entry.key).expanduser()}"
+            what = f"no such file on the controller: {key_path(fleet, entry.key)}"
             faults.append(Fault(line_of(root, loc), _named(loc), what, "~/.ssh/id_ed25519"))
         for key in ("password", "sudo_password"):
             ref: SecretRef | None = getattr(entry, key)
@@ -376,7 +330,7 @@ def connection_data(
     if entry.user:
         data["ssh_user"] = entry.user
     if entry.key:
-        data["ssh_key"] = str(fleet.folder / Path(entry.key).expanduser())
+        data["ssh_key"] = str(key_path(fleet, entry.key))
     if entry.jump:
         data["ssh_config_file"] = str(ssh_config)
     if entry.sudo:
@@ -397,7 +351,7 @@ def write_ssh_config(fleet: Fleet) -> Path:
     done = set()
     for entry in jumps:
         assert entry.jump is not None
-        key = [f"  IdentityFile {fleet.folder / Path(entry.key).expanduser()}"] if entry.key else []
+        key = [f"  IdentityFile {key_path(fleet, entry.key)}"] if entry.key else []
         if entry.address not in done:
             done.add(entry.address)
             lines += [f"Host {entry.address}", f"  ProxyJump {entry.jump}"]

@@ -22,7 +22,8 @@ from kvhost._problems import Refusal
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,40}")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
+_ADDRESS = re.compile(r"[A-Za-z0-9_.:][A-Za-z0-9_.:%-]{0,252}")  # ssh takes -x for an option
+_HOP = re.compile(r"(?:\[([0-9A-Fa-f:]+)\]|([A-Za-z0-9_.][A-Za-z0-9_.-]*))(?::([0-9]{1,5}))?")
 _LOGIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,127}")
 #: names that pyinfra gives to groups itself, or that kvhost gives by role
 _TAKEN = frozenset({"all", "fleet", "home", "vm", "pod"})
@@ -74,7 +75,9 @@ def jump_parts(value: str) -> list[tuple[str | None, str, int]]:
     hops = []
     for hop in value.split(","):
         user, at, rest = hop.strip().rpartition("@")
-        found = re.fullmatch(r"(?:\[([0-9A-Fa-f:]+)\]|([A-Za-z0-9_.-]+))(?::([0-9]{1,5}))?", rest)
+        found = re.fullmatch(
+            r"(?:\[([0-9A-Fa-f:]+)\]|([A-Za-z0-9_.][A-Za-z0-9_.-]*))(?::([0-9]{1,5}))?", rest
+        )
         if not found or (at and not user_like(user)) or not 0 < int(found[3] or 22) < 65536:
             raise Refusal("must be [USER@]HOST[:PORT], several with commas", "me@bastion:22")
         hops.append((user or None, found[1] or found[2], int(found[3] or 22)))

@@ -60,6 +60,7 @@ _KINDS = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "text that can be written as UTF-8",
     "list_type": "a list of texts",
 }
 
@@ -151,7 +152,12 @@ def _check_host(
     ours: dict[str, object] = {}
     bad: set[str] = set()
     for key, value in data.items():
-        if key in Settings.model_fields:
+        if not isinstance(key, str):
+            what = "is not text, and so no setting"
+            problems.append(
+                Problem(f"a key of type {type(key).__name__}", what, "its name in quotes")
+            )
+        elif key in Settings.model_fields:
             if holds_a_secret(value):
                 problems.append(_secret_in_setting(key))
                 bad.add(key)

@@ -53,7 +53,7 @@ def parse(line: str) -> Target:
         raise LineError(f"the quotes of the line do not close ({error})") from None
     if words and words[0].rpartition("/")[2] in ("ssh", "autossh"):
         words = words[1:]
-    elif words and words[0] in ("scp", "sftp", "mosh", "sshpass", "rsync"):
+    elif words and words[0] in ("scp", "sftp", "mosh", "sshpass", "rsync", "sudo"):
         raise LineError(f"{words[0]} is not ssh: take the line that begins with ssh")
     target = Target()
     rest = _options(words, target)
@@ -125,7 +125,10 @@ def _option(text: str, target: Target) -> None:
 def _place(word: str, target: Target) -> None:
     """[USER@]HOST or ssh://[USER@]HOST[:PORT]."""
     if "://" in word:
-        parts = urlsplit(word)
+        try:
+            parts = urlsplit(word)
+        except ValueError:
+            raise LineError(f"{short(word)} is not ssh://USER@HOST:PORT") from None
         try:
             port = parts.port
         except ValueError:
@@ -164,7 +167,7 @@ def _address(text: str) -> str:
 
 
 def _port(text: str, target: Target) -> None:
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
         raise LineError(f"{short(text)} is no port, 1 to 65535 (is it still a placeholder?)")
     target.port = target.port or int(text)
 

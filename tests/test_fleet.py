@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvhost import known_hosts
-from kvhost.fleet import FleetError, load_fleet, pyinfra_hosts
+from kvhost.fleet import load_fleet, pyinfra_hosts
+from kvhost.fleet_yaml import FleetError
 from kvhost.settings import validate_hosts
 
 pytestmark = pytest.mark.fleet
@@ -139,7 +140,7 @@ hosts:
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("hosts:\n  a: {address: x}\n  a: {address: y}\n", 3, "duplicate key"),
+        ("hosts:\n  a: {address: x}\n  a: {address: y}\n", 3, "stands there twice"),
         ("hosts: [\n", 2, "expected"),
         ("- hosts\n", 1, "must begin with a key"),
         ("hosts:\n  p: {address: x, role: pod}\n", 2, "role: pod and volume belong together"),

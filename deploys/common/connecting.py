@@ -24,11 +24,11 @@ from kvhost import known_hosts
 from kvhost.fleet import (
     FLEET_VARIABLE,
     KNOWN_HOSTS,
-    FleetError,
     load_fleet,
     pyinfra_hosts,
     secrets_of,
 )
+from kvhost.fleet_yaml import FleetError
 from kvhost.progress import tell
 from kvhost.secrets import Secret
 
@@ -71,9 +71,12 @@ def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
         fleet = load_fleet(given, folder=REPO if path is None else None)
         hosts = pyinfra_hosts(fleet)
         _given.update(secrets_of(fleet, os.environ))
+        (REPO / KNOWN_HOSTS).touch()
     except FleetError as error:
         raise PyinfraError(str(error)) from None
-    (REPO / KNOWN_HOSTS).touch()
+    except OSError as error:
+        what = f"the working copy must be one that can be written: {error}. No host was reached."
+        raise PyinfraError(what) from None
     return hosts
 
 
