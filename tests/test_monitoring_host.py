@@ -39,10 +39,11 @@ def test_a_running_engine_exports_every_series(engine: Path, tmp_path: Path) -> 
     pair.make()
     api, cache = (f"http://127.0.0.1:{pair.ports[n]}" for n in (0, 2))
     try:
-        for _ in range(2):  # the second time the prompt lies in L2
+        for turn in (1, 2):  # the second time the prompt lies in L2, another is stored
             pair.start()
             wait_for(f"{api}/health")
-            ask(api)
+            ask(api, 1)
+            ask(api, turn)
             time.sleep(4)
             words = [sys.executable, metrics.__file__, "--base", base, "--tier", base / "tier",
                      "--out", tmp_path, "--cache", cache, "--runner", f"runner={api}"]  # fmt: skip
@@ -228,8 +229,8 @@ def wait_for(url: str) -> None:
             time.sleep(1)
 
 
-def ask(api: str) -> None:
-    body = {"model": "kvhost-builtin", "prompt": [20 + n * n % 200 for n in range(2056)],
+def ask(api: str, which: int) -> None:
+    body = {"model": "kvhost-builtin", "prompt": [20 + which * n * n % 211 for n in range(2056)],
             "max_tokens": 2, "temperature": 0}  # fmt: skip
     request = urllib.request.Request(
         f"{api}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
