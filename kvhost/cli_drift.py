@@ -79,10 +79,17 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     except receipts.NoReceipt as why:
         click.echo(f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.")
         return ERROR
-    aside = receipts.set_aside(folder, host)
+    try:
+        aside = receipts.set_aside(folder, host)
+    except OSError as error:
+        click.echo(f"the receipt cannot be set aside, and nothing was done: {error}")
+        return ERROR
     code = up(("--limit", host, *args))
     if code:
-        aside.replace(receipts.path_of(folder, host))  # what it is to become again
+        try:
+            aside.replace(receipts.path_of(folder, host))  # what it is to become again
+        except OSError as error:
+            click.echo(f"the receipt of before is still {aside}: {error}")
         click.echo(f"{printable(host)}: not rebuilt, see above; kvhost rebuild goes on from here")
         return code
     try:

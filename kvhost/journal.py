@@ -6,10 +6,13 @@ stood that was killed. `read_journal` makes of it one row a host.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,16 +39,30 @@ def runs_dir() -> Path:
 
 
 def tell(event: str, path: str | None = None, **data: Any) -> None:
-    """Appends one event; nothing happens when no journal is kept. Raises OSError."""
+    """Appends one event; nothing happens when no journal is kept.
+
+    One that cannot be written is said on stderr and stops nothing: what is done to the hosts goes
+    on, and a host whose end is not in the journal does not count as done.
+    """
     name = path or os.environ.get(VARIABLE)
-    if name:
-        line = json.dumps({"event": event, **data}) + "\n"
-        # one write, so that two processes do not mix their lines
-        handle = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(handle, line.encode())
-        finally:
-            os.close(handle)
+    try:
+        if name:
+            _append(name, event, data)
+    except OSError as error:
+        with suppress(OSError):
+            print(f"the journal of this run lacks a line: {error}", file=sys.stderr)
+
+
+def _append(name: str, event: str, data: Mapping[str, Any]) -> None:
+    """Raises OSError."""
+    line = (json.dumps({"event": event, **data}) + "\n").encode()
+    # one write, so that two processes do not mix their lines
+    handle = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        if os.write(handle, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    finally:
+        os.close(handle)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -63,14 +80,9 @@ def begin(folder: Path, command: Sequence[str]) -> Path:
         old.unlink(missing_ok=True)
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H%M%S.%fZ")
     path = folder / f"{stamp}-{os.getpid()}.jsonl"
-    tell(
-        "run",
-        str(path),
-        time=stamp,
-        pid=os.getpid(),
-        start_ticks=start_ticks(os.getpid()),
-        command=without_secrets(command),
-    )
+    pid = os.getpid()
+    known = {"time": stamp, "pid": pid, "start_ticks": start_ticks(pid)}
+    _append(str(path), "run", {**known, "command": without_secrets(command)})
     return path
 
 
@@ -119,30 +131,27 @@ class Told:
     @property
     def alive(self) -> bool:
         """Whether the command that wrote it still runs."""
-        return self.pid is not None and start_ticks(self.pid) == self.ticks
+        return self.pid is not None and start_ticks(self.pid) == self.ticks is not None
 
 
 def read_journal(path: Path) -> Told:
-    """Rows in the order of the inventory. A line that was cut off by a kill is passed over.
+    """Rows in the order of the inventory. A line that is not whole (a kill, a full disk) or none of
+    ours is passed over: a host is never taken for done by it.
 
     Raises OSError.
     """
     told = Told()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # the last one, of a writer that was killed
-        if isinstance(event, dict):
-            _take(told, event)
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            _take(told, json.loads(line))
     return told
 
 
 def _take(told: Told, event: dict[str, Any]) -> None:
     kind = event.get("event")
     if kind == "run":
-        told.command, told.time = list(event["command"]), str(event["time"])
-        told.pid, told.ticks = event["pid"], event["start_ticks"]
+        told.command, told.time = [str(word) for word in event["command"]], str(event["time"])
+        told.pid, told.ticks = int(event["pid"]), int(event["start_ticks"])
     elif kind == "end":
         told.ended = True
     elif kind == "hosts":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +18,8 @@ def tell(host: str, event: str, text: str = "", steps: int = 0) -> None:
     name = os.environ.get(EVENTS)
     if name:
         row = {"time": time.time(), "host": host, "event": event, "text": text, "steps": steps}
-        with Path(name).open("a", encoding="utf-8") as file:
+        # it is only shown: a full disk of the controller must not stop what is done to hosts
+        with suppress(OSError), Path(name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
@@ -30,4 +32,5 @@ def read(file: TextIO) -> list[dict[str, Any]]:
         if not line.endswith("\n"):
             file.seek(at)
             return found
-        found.append(json.loads(line))
+        with suppress(ValueError):  # cut off by a full disk
+            found.append(json.loads(line))

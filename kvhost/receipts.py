@@ -94,12 +94,20 @@ def load(folder: Path, host: str) -> Kept:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NoReceipt(f"this controller keeps no receipt of {host} ({path})") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NoReceipt(f"{path} cannot be read: {error}") from None
     fine = isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("host") == host
-    if not fine or not isinstance(data.get("receipt"), dict):
+    if not fine or not _whole(data.get("receipt")):
         raise NoReceipt(f"{path} is not a receipt of {host}")
     return Kept(host, str(data.get("time")), data["receipt"], data.get("verdict"))
+
+
+def _whole(receipt: Any) -> bool:
+    """Whether its parts are what they are in every receipt; those of later versions may lack."""
+    if not isinstance(receipt, dict):
+        return False
+    parts = ("engine", "files", "model", "namespace", "scripts", "system")
+    return all(isinstance(receipt.get(name, {}), dict) for name in parts)
 
 
 def differences(old: Any, new: Any, at: str = "") -> list[tuple[str, Any, Any]]:

@@ -25,6 +25,8 @@ from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
 from kvhost.working_copy import root
 
+#: bytes: more than any report has
+_ROOM = 2**20
 TIME_FORMAT = "%Y-%m-%dT%H%M%SZ"  # UTC; no colons, so that every filesystem takes it
 
 
@@ -37,8 +39,9 @@ def reports_dir() -> Path:
 def check_writable(folder: Path) -> None:
     """Raises OSError if no report could be kept there: asked before a server is restarted."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_ROOM))  # a full disk takes the file, and not what is in it
+        file.flush()
 
 
 def tell_summary(host: str, **verdict: str) -> None:

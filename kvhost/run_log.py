@@ -44,6 +44,40 @@ def secrets_of_env(env: Mapping[str, str]) -> list[str]:
     return [env[name] for name in (API_KEY_VARIABLE, HF_TOKEN_VARIABLE) if env.get(name)]
 
 
+class Sink:
+    """A stream of lines that may end before the run does: a full disk, `| head`, no terminal.
+
+    Who writes to it goes on: a run that stopped there would leave hosts half done, and their
+    locks taken. `broken` says why nothing more is written.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.broken: Exception | None = None
+
+    def write(self, text: str) -> None:
+        if self._stream is None or self.broken is not None:
+            return
+        try:
+            self._stream.write(_writable(text, self._stream))
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            self.broken = error
+
+    def close(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+        except OSError as error:  # what it still held
+            self.broken = self.broken or error
+
+
+def _writable(text: str, stream: TextIO) -> str:
+    """As far as the stream's encoding goes."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def open_log(folder: Path, what: str) -> tuple[Path, TextIO]:
     """A new log, and the oldest ones removed. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,13 +11,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from kvhost import progress
 from kvhost.basics import printable
-from kvhost.run_log import Mask, open_log
+from kvhost.run_log import Mask, Sink, open_log
 
 if TYPE_CHECKING:  # only a terminal needs it, and every start would wait for it
     from rich.console import Console, RenderableType
@@ -116,17 +117,16 @@ def run(
     takes the place of this process's own. Raises OSError where no log can be written.
     """
     mask = Mask(secrets)
-    path, log = open_log(logs, what)
-    out = stdout or sys.stdout
-    lock = threading.Lock()
-    board = Board()
-    live = sys.stderr.isatty() and out.isatty()
+    path, file = open_log(logs, what)
+    log, board, lock = Sink(file), Board(), threading.Lock()
+    shown = stdout or sys.stdout
+    out, err = Sink(shown), Sink(sys.stderr)  # either is None where the caller closed it
+    live = shown is not None and sys.stderr is not None and sys.stderr.isatty() and shown.isatty()
     console = _console() if live else None
 
-    def show(line: str, sink: TextIO) -> None:
+    def show(line: str, sink: Sink) -> None:
         with lock:
             log.write(mask(line))
-            log.flush()
         if console is not None and not _SAID.match(line):
             from rich.text import Text
 
@@ -134,9 +134,8 @@ def run(
         elif console is None:
             # not masked: who asks for it on a pipe reads what pyinfra itself would print
             sink.write(line)
-            sink.flush()
 
-    with log, tempfile.TemporaryDirectory() as events_folder:
+    with closing(log), tempfile.TemporaryDirectory() as events_folder:
         events = Path(events_folder, "events")
         events.touch()
         process = subprocess.Popen(
@@ -147,7 +146,7 @@ def run(
         assert process.stderr is not None
         readers = [
             threading.Thread(target=_pass_on, args=(process.stdout, out, show), daemon=True),
-            threading.Thread(target=_pass_on, args=(process.stderr, sys.stderr, show), daemon=True),
+            threading.Thread(target=_pass_on, args=(process.stderr, err, show), daemon=True),
         ]
         for reader in readers:
             reader.start()
@@ -156,8 +155,10 @@ def run(
             reader.join(10)
         if code == 130:
             for line in board.stands():
-                sys.stderr.write(f"broken off: {line}\n")
-    sys.stderr.write(f"log of this run: {path}\n")
+                err.write(f"broken off: {line}\n")
+    err.write(f"log of this run: {path}\n")
+    if log.broken is not None:
+        err.write(f"that log is not whole: {log.broken}\n")
     return code
 
 
@@ -173,7 +174,7 @@ def _environment(folder: Path, events: Path) -> dict[str, str]:
     return {**os.environ, progress.EVENTS: str(events), "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _pass_on(source: IO[str], sink: TextIO, show: Callable[[str, TextIO], None]) -> None:
+def _pass_on(source: IO[str], sink: Sink, show: Callable[[str, Sink], None]) -> None:
     for line in source:
         show(line, sink)
 

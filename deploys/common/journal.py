@@ -39,21 +39,13 @@ class _Journal(BaseStateCallback):
     def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
         _hold()
         if op_hash in state.ops[host]:
-            _tell("step", host=host.name, name=_name(state, op_hash))
+            tell("step", host=host.name, name=_name(state, op_hash))
 
     @staticmethod
     def operation_host_error(
         state: Any, host: Any, op_hash: str, retry_count: int = 0, max_retries: int = 0
     ) -> None:
-        _tell("error", host=host.name, name=_name(state, op_hash))
-
-
-def _tell(event: str, **data: Any) -> None:
-    """A journal that cannot be written must not stop what is done to the hosts."""
-    try:
-        tell(event, **data)
-    except OSError as error:
-        logger.warning(f"the journal of this run lacks a line: {error}")
+        tell("error", host=host.name, name=_name(state, op_hash))
 
 
 def _name(state: Any, op_hash: str) -> str:

@@ -270,7 +270,14 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     limits = Thresholds(min_hit=run.settings.verify_min_hit)
     results = [(judge(evidence, limits), evidence) for evidence in events]
     report = make_report(run.host, results, datetime.now(UTC))
-    path = write_report(reports_dir(), report)
+    try:
+        path = write_report(reports_dir(), report)
+    except OSError as error:  # the disk filled up while the test ran
+        what = f"persisted {report.persisted}, but no report could be kept, so it does not count"
+        host.log_styled(f"{what}: {error}", fg="red", log_func=logger.error)
+        if report.persisted != "FAIL":
+            _not_measured.add(run.host)
+        return False
     for verdict, evidence in results:
         if evidence.refused is None:
             Console(stderr=True).print(verdict_table(run.host, verdict))

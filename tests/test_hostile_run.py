@@ -1,0 +1,156 @@
+"""Runs whose controller has a full disk, a closed terminal, damaged journals and receipts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli, journal, receipts, running
+from kvhost.reports import check_writable
+from kvhost.working_copy import make
+
+pytestmark = pytest.mark.fleet
+
+REPO = Path(__file__).parents[1]
+#: far more than a pipe holds: who is not read any more waits for ever
+LOUD = "import sys\nfor i in range(5000): print('line', i, 'x' * 60)\nsys.exit(3)"
+RUN = f"""import sys
+from pathlib import Path
+from kvhost import running
+sys.exit(running.run([sys.executable, "-c", {LOUD!r}], Path("/"), Path(sys.argv[1]), "plan"))
+"""
+
+
+def run_with(stdout: Any, logs: Path, *, close: bool = False) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    argv = [sys.executable, "-c", RUN, str(logs)]
+    if close:
+        argv = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *argv]
+    return subprocess.run(
+        argv, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("how", ["nobody reads", "full", "closed"])
+def test_a_stdout_that_takes_nothing(how: str, tmp_path: Path) -> None:
+    """`| head`: the run goes to its end, with its exit code and its whole log."""
+    if how == "nobody reads":
+        reader, writer = os.pipe()
+        os.close(reader)
+        ended = run_with(writer, tmp_path)
+        os.close(writer)
+    elif how == "full":
+        with Path("/dev/full").open("w") as full:
+            ended = run_with(full, tmp_path)
+    else:
+        ended = run_with(None, tmp_path, close=True)
+    assert ended.returncode == 3, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (log,) = tmp_path.glob("*.log")
+    assert len(log.read_text().splitlines()) == 5000
+
+
+def test_a_log_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is said, and the run goes to its end: one that waited would keep the hosts' locks."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - the run closes it
+    monkeypatch.setattr(running, "open_log", lambda folder, what: (tmp_path / "x.log", full))
+    code = running.run([sys.executable, "-c", LOUD], tmp_path, tmp_path, "plan")
+    out, err = capfd.readouterr()
+    assert (code, len(out.splitlines())) == (3, 5000)
+    assert "that log is not whole: [Errno 28]" in err
+
+
+def test_a_terminal_of_ascii(tmp_path: Path) -> None:
+    code = "import sys; sys.stdout.buffer.write('h\\u00f6st\\n'.encode())"
+    out = tmp_path / "out"
+    with out.open("w", encoding="ascii") as sink:
+        assert running.run([sys.executable, "-c", code], tmp_path, tmp_path, "x", stdout=sink) == 0
+    assert out.read_text() == "h\\xf6st\n"
+
+
+def test_a_journal_on_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is done to the hosts goes on; a host that is not told done does not count as done."""
+    journal.tell("done", "/dev/full", host="a", changed=1)
+    assert "the journal of this run lacks a line" in capsys.readouterr().err
+
+
+DAMAGED = ['{"event": "run"}', '{"event": "run", "command": 5, "time": 1, "pid": 1}', "[" * 9000]
+DAMAGED += [
+    '{"event": "hosts", "names": 5}',
+    '{"event": "hosts", "names": [[]], "unreachable": []}',
+]
+DAMAGED += ['{"host": ["a"], "event": "done"}', '{"host": "b", "event": "refused"}', "5", "\udcff"]
+DAMAGED += ['{"event": "run", "time": "1", "pid": "..", "start_ticks": null, "command": [1]}']
+
+
+def test_damaged_journals_do_not_stop_the_next_run(tmp_path: Path) -> None:
+    from kvhost.cli_up import tell_of_the_last
+
+    good = '{"event": "done", "host": "a", "changed": 0}'
+    for number, text in enumerate([*DAMAGED, "\n".join(DAMAGED)]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(f"{text}\n{good}\n{good[:20]}".encode("utf-8", "surrogateescape"))
+        told = journal.read_journal(path)
+        assert told.rows["a"].result == "unchanged"
+        assert not told.alive
+        tell_of_the_last(tmp_path)
+    (tmp_path / "9.jsonl").unlink()
+    (tmp_path / "9.jsonl").mkdir()
+    tell_of_the_last(tmp_path)
+
+
+RECEIPTS: list[Any] = [None, [], 5, {}, {"schema": receipts.SCHEMA}]
+RECEIPTS += [{"schema": receipts.SCHEMA, "host": "a", "receipt": bad} for bad in (None, [], "x")]
+RECEIPTS += [{"schema": receipts.SCHEMA, "host": "a", "receipt": {"system": None}}]
+RECEIPTS += [{"schema": receipts.SCHEMA, "host": "b", "receipt": {}}]  # another host's
+
+
+def test_damaged_receipts(tmp_path: Path) -> None:
+    path = receipts.path_of(tmp_path, "a")
+    for data in RECEIPTS:
+        path.write_text(json.dumps(data))
+        with pytest.raises(receipts.NoReceipt):
+            receipts.load(tmp_path, "a")
+    for text in ("", '{"schema": "kv', "[" * 100_000, "\0"):
+        path.write_text(text)
+        with pytest.raises(receipts.NoReceipt, match="cannot be read"):
+            receipts.load(tmp_path, "a")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(receipts.NoReceipt, match="cannot be read"):
+        receipts.load(tmp_path, "a")
+
+
+def test_a_receipt_that_cannot_be_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvhost rebuild` ends before it touches the host."""
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "receipts"
+    receipts.keep(folder, "a", {"engine": {}}, None)
+    (folder / "a.before").mkdir()
+    result = CliRunner().invoke(cli.main, ["rebuild", "a"])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "cannot be set aside, and nothing was done" in result.output
+
+
+def test_a_full_disk_takes_no_reports(tmp_path: Path) -> None:
+    """It takes an empty file: asked is for the room of a report, before a server is restarted."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)], check=True)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            check_writable(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
