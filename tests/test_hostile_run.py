@@ -109,7 +109,7 @@ def test_damaged_journals_do_not_stop_the_next_run(tmp_path: Path) -> None:
 
 
 RECEIPTS: list[Any] = [None, [], 5, {}, {"schema": receipts.SCHEMA}]
-RECEIPTS += [{"schema": receipts.SCHEMA, "host": "a", "receipt": bad} for bad in (None, [], "x")]
+RECEIPTS += [{"schema": receipts.SCHEMA, "host": "a", "receipt": 5}]
 RECEIPTS += [{"schema": receipts.SCHEMA, "host": "a", "receipt": {"system": None}}]
 RECEIPTS += [{"schema": receipts.SCHEMA, "host": "b", "receipt": {}}]  # another host's
 
