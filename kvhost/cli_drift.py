@@ -16,7 +16,7 @@ from rich.table import Table
 from kvhost import journal, receipts
 from kvhost.basics import printable
 from kvhost.cli_care import ask
-from kvhost.cli_up import Runner
+from kvhost.cli_up import INTERRUPTED, Runner
 
 SAME, ERROR, DRIFT = 0, 1, 2
 _CODES = {"same": SAME, "unreadable": ERROR, "drift": DRIFT}
@@ -28,10 +28,12 @@ def drift(run: Runner, inventory: str, args: tuple[str, ...], *, as_json: bool) 
         kept = Path(folder, "journal")
         os.environ[journal.VARIABLE] = str(kept)
         try:
-            _, answers = ask(run, inventory, "deploys/drift.py", args, {})
+            code, answers = ask(run, inventory, "deploys/drift.py", args, {})
         finally:
             os.environ.pop(journal.VARIABLE, None)
         rows = journal.read_journal(kept).rows if kept.exists() else {}
+    if code == INTERRUPTED:
+        return code
     found: dict[str, Any] = {}
     for name, row in rows.items():
         why = "it could not be reached" if row.result == "unreachable" else "it gave no answer"

@@ -135,13 +135,10 @@ def run(
             # not masked: who asks for it on a pipe reads what pyinfra itself would print
             sink.write(line)
 
-    with closing(log), tempfile.TemporaryDirectory() as events_folder:
+    with closing(log), Interrupts() as heard, tempfile.TemporaryDirectory() as events_folder:
         events = Path(events_folder, "events")
         events.touch()
-        process = subprocess.Popen(
-            argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", bufsize=1, env=_environment(folder, events),
-        )  # fmt: skip
+        process = heard.start(argv, folder, _environment(folder, events))
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
@@ -150,7 +147,8 @@ def run(
         ]
         for reader in readers:
             reader.start()
-        code = _wait(process, events, board, console)
+        _wait(process, events, board, console)
+        code = 130 if heard.broken and process.returncode else process.returncode
         for reader in readers:
             reader.join(10)
         if code == 130:
@@ -179,19 +177,54 @@ def _pass_on(source: IO[str], sink: Sink, show: Callable[[str, Sink], None]) -> 
         show(line, sink)
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM go to pyinfra as SIGINT, at which it gives its locks back and ends.
+
+    This process waits for that: an exception could be raised anywhere, and leave pyinfra behind.
+    """
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._process: subprocess.Popen[str] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, *_: Any) -> None:
+        self.broken = True
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)  # a terminal sent it too; heard once
+
+    def start(self, argv: list[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
+        """pyinfra, which hears SIGINT once it has loaded config.py (deploys/common/journal.py).
+
+        Before that it would end with a traceback, or "upon user request" and exit code 0.
+        """
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
+        try:
+            self._process = subprocess.Popen(
+                argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                errors="replace", bufsize=1, env=env,
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if self.broken:
+            self._process.send_signal(signal.SIGINT)
+        return self._process
+
+
 def _wait(
     process: subprocess.Popen[str], events: Path, board: Board, console: Console | None
-) -> int:
-    """Until pyinfra has ended. SIGTERM becomes Ctrl-C, at which it gives its locks back."""
-    broken = False
-
-    def terminated(*_: Any) -> None:
-        nonlocal broken
-        broken = True
-        process.send_signal(signal.SIGINT)
-
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, terminated) if main else None
+) -> None:
+    """Until pyinfra has ended."""
     shown = None
     if console:
         from rich.live import Live
@@ -209,12 +242,7 @@ def _wait(
                     board.take(progress.read(tail))
                     if shown:
                         shown.update(board.render(time.time()))
-                except KeyboardInterrupt:
-                    broken = True  # pyinfra had it too: it gives the hosts' locks back, and ends
         finally:
             if shown:
                 shown.stop()
-            if main:
-                signal.signal(signal.SIGTERM, before)
         board.take(progress.read(tail))
-    return 130 if broken and process.returncode else process.returncode

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,27 @@ def test_a_full_disk_takes_no_reports(tmp_path: Path) -> None:
             check_writable(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("seen", ["", "Loading inventory", "Preparing operation files"])
+def test_ctrl_c(seen: str, tmp_path: Path) -> None:
+    """As pyinfra starts, and as it works: 130, where pyinfra's own would be a traceback, or 0."""
+    make(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    argv = [sys.executable, "-m", "kvhost.cli", "plan"]
+    process = subprocess.Popen(
+        argv, cwd=tmp_path, env=env, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not any(seen in log.read_text() for log in (tmp_path / "logs").glob("*.log")):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "interrupted: " in said
+    assert "Traceback" not in said

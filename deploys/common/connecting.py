@@ -20,6 +20,7 @@ from pyinfra.api.state import BaseStateCallback
 from pyinfra.connectors.scp import SCPClient
 
 from deploys.common.context import REPO
+from deploys.common.journal import heed_interrupts
 from kvhost import known_hosts
 from kvhost.fleet import (
     FLEET_VARIABLE,
@@ -54,6 +55,7 @@ rm -f "$f"
 
 def watch() -> None:
     """Called by config.py, before there is an inventory."""
+    heed_interrupts()
     state = context.ctx_state.get()
     init = state.init
 

@@ -65,7 +65,6 @@ def keep_journal() -> None:
         return
     _begun = True
     state = context.ctx_state.get()  # the state itself: the proxy is empty at exit
-    signal.signal(signal.SIGINT, _interrupted)
     for host in state.inventory.get_active_hosts():
         _notice_a_lost_link(host)
     state.add_callback_handler(_Journal())
@@ -87,6 +86,12 @@ def _end(state: Any) -> None:
             tell("done", host=host.name, changed=changes(state, host))
 
 
+def heed_interrupts() -> None:
+    """Called by config.py; kvhost/running.py held SIGINT back until now."""
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _interrupted(signum: int, frame: FrameType | None) -> None:
     """pyinfra would wait for what runs on the hosts, and end with 0.
 
@@ -95,6 +100,9 @@ def _interrupted(signum: int, frame: FrameType | None) -> None:
     """
     global _stopping
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the locks are given back now: not twice
+    if context.ctx_state.get().current_stage < StateStage.Connect:
+        os.write(2, b"interrupted: no host was reached\n")  # nothing else is at work yet
+        os._exit(INTERRUPTED)
     _stopping = True
     gevent.spawn(_leave)
 
