@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,7 +19,19 @@ from kvhost.sizing_layer import UnknownArchitecture
 from kvhost.sizing_model import find_model
 from kvhost.sizing_view import page, render_answer
 
-_GIB = click.FloatRange(min=0, min_open=True)
+
+class _Amount(click.FloatRange):
+    """Above zero, and no inf or nan, which a range lets through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        given = super().convert(value, param, ctx)
+        if not math.isfinite(given):
+            self.fail(f"{given} is no amount", param, ctx)
+        return given
+
+
+_GIB = _Amount(min=0, min_open=True, max=1e12)
+_TOKENS = click.IntRange(min=1, max=10**9)
 
 
 def _bytes(gib: float | None) -> int | None:
@@ -48,7 +62,7 @@ def _bytes(gib: float | None) -> int | None:
 )
 @click.option(
     "--context",
-    type=click.IntRange(min=1),
+    type=_TOKENS,
     metavar="TOKENS",
     help="Length of a session; default: the model's, at most 32768.",
 )
@@ -64,14 +78,14 @@ def _bytes(gib: float | None) -> int | None:
 @click.option("--prefill", type=_GIB, metavar="TOKENS/S", help="What the engine computes.")
 @click.option(
     "--overhead-ms",
-    type=click.FloatRange(min=0),
+    type=_Amount(min=0, max=1e9),
     default=0.0,
     show_default=True,
     help="Before the first byte of a restore.",
 )
 @click.option(
     "--chunk",
-    type=click.IntRange(min=1),
+    type=_TOKENS,
     default=256,
     show_default=True,
     help="Tokens of a stored chunk.",

@@ -46,6 +46,8 @@ class Architecture:
 def architecture_of(config: Config) -> Architecture:
     """Raises UnknownArchitecture, with what is missing, for what cannot be told exactly."""
     top = config
+    if not isinstance(config.get("text_config"), Mapping | None):
+        raise UnknownArchitecture("text_config of config.json is no object")
     if isinstance(config.get("text_config"), Mapping):  # a model that also sees or hears
         config = {**config["text_config"]}
         config.setdefault("model_type", _TEXT_PART.get(str(top.get("model_type")), ""))
@@ -58,16 +60,21 @@ def architecture_of(config: Config) -> Architecture:
         )
     try:
         found = _together(read(config))
+        heads = maybe(config, "num_attention_heads", "n_head", "decoder_attention_heads")
+        context = maybe(config, "max_position_embeddings", "n_positions", "max_target_positions")
     except KeyError as error:
         raise UnknownArchitecture(
             f"config.json of {name!r} has no {error.args[0]!r}, which the size depends on"
         ) from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UnknownArchitecture(f"config.json of {name!r}: {error}") from error
-    heads = maybe(config, "num_attention_heads", "n_head", "decoder_attention_heads")
-    context = maybe(config, "max_position_embeddings", "n_positions", "max_target_positions")
-    dtype = config.get("dtype") or config.get("torch_dtype") or top.get("torch_dtype")
-    return Architecture(name, found, heads, context, str(dtype) if dtype else None)
+    if not found:
+        raise UnknownArchitecture(f"config.json of {name!r} names no layer that keeps a cache")
+    told = (config.get("dtype"), config.get("torch_dtype"), top.get("torch_dtype"))
+    dtype = next((one for one in told if one is not None), None)
+    if dtype is not None and not isinstance(dtype, str):
+        raise UnknownArchitecture(f"config.json of {name!r}: its dtype is no text")
+    return Architecture(name, found, heads, context, dtype or None)
 
 
 #: the model_type of the text part where config.json leaves it out
@@ -90,7 +97,8 @@ def _plain(config: Config) -> list[Layer]:
 
 def _alike(config: Config) -> None:
     """Raises ValueError where config.json says that layers differ, and the family has none such."""
-    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    kinds = config.get("layer_types")
+    others = set(whole(config, kinds) if kinds is not None else ()) - {"full_attention"}
     if others:
         raise ValueError(f"layers of type {', '.join(sorted(map(str, others)))}: not known here")
 
@@ -210,7 +218,7 @@ def _whisper(config: Config) -> list[Layer]:
     tokens = number(config, "max_source_positions")
     both = [Layer("full", heads=heads, width=width)]
     both.append(Layer("cross", heads=heads, width=width, window=tokens))
-    return both * number(config, "decoder_layers")
+    return both * layer_count(config, "decoder_layers")
 
 
 READERS: dict[str, Reader] = {

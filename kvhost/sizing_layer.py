@@ -40,17 +40,27 @@ class Layer:
     recurrent_dtype: str | None = None
 
 
+#: no model has a larger size of anything, and none has so many layers
+_LARGEST, _MOST_LAYERS = 10**9, 10_000
+
+
 def maybe(config: Config, *names: str) -> int | None:
-    """The first of these keys that has a number."""
+    """The first of these keys that is there and not null. Raises ValueError if it is no number of
+    0 and more: what is there and not understood is never taken for what is not there."""
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} is of type {type(value).__name__}, and must be whole")
+        if not 0 <= value <= _LARGEST:
+            raise ValueError(f"{name} is {'below 0' if value < 0 else f'above {_LARGEST}'}")
+        return value
     return None
 
 
 def number(config: Config, *names: str) -> int:
-    """As _maybe, above zero. Raises KeyError."""
+    """As maybe, above zero. Raises KeyError too."""
     value = maybe(config, *names)
     if value is None:
         raise KeyError(names[0])
@@ -59,8 +69,12 @@ def number(config: Config, *names: str) -> int:
     return value
 
 
-def layer_count(config: Config) -> int:
-    return number(config, "num_hidden_layers", "n_layer", "num_layers")
+def layer_count(config: Config, *names: str) -> int:
+    names = names or ("num_hidden_layers", "n_layer", "num_layers")
+    count = number(config, *names)
+    if count > _MOST_LAYERS:
+        raise ValueError(f"{names[0]} is {count}, which no model has")
+    return count
 
 
 def head_count(config: Config) -> int:
@@ -70,8 +84,8 @@ def head_count(config: Config) -> int:
 def head_size(config: Config) -> int:
     """Elements of one head; hidden size over heads where config.json names none."""
     told = maybe(config, "head_dim", "attention_head_dim")
-    if told:
-        return told
+    if told is not None:
+        return number(config, "head_dim", "attention_head_dim")
     hidden, heads = number(config, "hidden_size", "n_embd"), head_count(config)
     if hidden % heads:
         raise ValueError(f"hidden size {hidden} is no multiple of {heads} heads, and no head_dim")
@@ -80,7 +94,12 @@ def head_size(config: Config) -> int:
 
 def attention(config: Config, window: int | None = None) -> Layer:
     """MHA, GQA or MQA, with K and V of one size."""
-    heads = maybe(config, "num_key_value_heads", "num_kv_heads") or head_count(config)
+    heads = maybe(config, "num_key_value_heads", "num_kv_heads")
+    if heads is None:
+        heads = head_count(config)
+    queries = maybe(config, "num_attention_heads", "n_head")
+    if not heads or (queries and queries % heads):
+        raise ValueError(f"{queries} attention heads cannot share {heads} KV heads")
     kind: Kind = "full" if window is None else "window"
     return Layer(kind, heads=heads, width=2 * head_size(config), window=window)
 

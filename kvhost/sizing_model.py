@@ -35,6 +35,13 @@ def find_model(model: str) -> ModelFiles:
 
     Raises SizeError with what was looked for and where.
     """
+    try:
+        return _find(model)
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # a long name, ~ of nobody
+        raise SizeError(f"{model[:200]!r} cannot be read: {error}") from error
+
+
+def _find(model: str) -> ModelFiles:
     path = Path(model).expanduser()
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         path = _snapshot(model)
@@ -46,6 +53,8 @@ def find_model(model: str) -> ModelFiles:
         )
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise SizeError(f"{config_path} is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise SizeError(f"{config_path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
@@ -58,7 +67,10 @@ def _snapshot(model: str) -> Path:
     home = hub_cache() / f"models--{model.replace('/', '--')}"
     main = home / "refs" / "main"
     if main.is_file():
-        return home / "snapshots" / main.read_text(encoding="utf-8").strip()
+        commit = main.read_text(encoding="utf-8").strip()
+        if not re.fullmatch(r"[\w.-]*\w[\w.-]*", commit):
+            raise SizeError(f"{main} names no snapshot")
+        return home / "snapshots" / commit
     found = sorted((home / "snapshots").glob("*"))
     if len(found) > 1:
         raise SizeError(f"{model}: {len(found)} snapshots in {home}, none of them main: name one")
@@ -75,6 +87,7 @@ def _weights(folder: Path) -> int | None:
         return found or None
     try:
         told = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return int(told) if isinstance(told, int | float) else None
+    fine = isinstance(told, int | float) and not isinstance(told, bool) and 0 < told < 2**63
+    return int(told) if fine else None

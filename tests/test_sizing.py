@@ -127,8 +127,9 @@ def test_ranks_share_the_heads_or_hold_a_copy(ranks: int, per_token: int) -> Non
 def test_ranks_that_cannot_share_are_refused() -> None:
     with pytest.raises(SizeError, match="32 attention heads cannot be shared out over 3"):
         kv(LLAMA, ranks=3)
+    heads = {"num_attention_heads": 48, "head_dim": 128, "num_key_value_heads": 12}
     with pytest.raises(SizeError, match="12 KV heads"):
-        kv({**LLAMA, "num_key_value_heads": 12}, ranks=8)
+        kv({**LLAMA, **heads}, ranks=8)
 
 
 def test_a_latent_is_whole_on_every_rank() -> None:
