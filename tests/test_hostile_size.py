@@ -34,14 +34,19 @@ def test_a_size_that_is_none_is_refused(key: str) -> None:
             architecture_of({**LLAMA, key: value})
 
 
-MORE: list[dict[str, Any]] = [{"head_dim": bad} for bad in (-1, 0, "x", 10**30)]
-MORE += [{"num_key_value_heads": bad} for bad in (7, 33)]
-MORE += [{"torch_dtype": bad} for bad in (0, [], {}, -1)]
-MORE += [{"text_config": bad} for bad in ("x", [], 5)]
-MORE += [{"layer_types": bad} for bad in (["full_attention"] * 31, ["x"] * 32, 5, [None] * 32)]
-MORE += [{"model_type": bad} for bad in (None, 5, [], "unheard-of")]
-MORE += [{"num_hidden_layers": 10_001}, {"max_position_embeddings": -5}]
-MORE += [{"model_type": "mistral", "sliding_window": bad} for bad in (-1, "x", 10**30)]
+ODD: dict[str, list[Any]] = {
+    "head_dim": [-1, 0, "x", 10**30],
+    "num_key_value_heads": [7, 33],
+    "torch_dtype": [0, [], {}, -1],
+    "text_config": ["x", [], 5],
+    "layer_types": [["full_attention"] * 31, ["x"] * 32, 5, [None] * 32],
+    "model_type": [None, 5, [], "unheard-of"],
+    "num_hidden_layers": [10_001],
+    "max_position_embeddings": [-5],
+}
+MORE: list[dict[str, Any]] = [{key: odd} for key, every in ODD.items() for odd in every]
+WINDOWS: list[Any] = [-1, "x", 10**30]
+MORE += [{"model_type": "mistral", "sliding_window": window} for window in WINDOWS]
 
 
 @pytest.mark.parametrize("change", MORE, ids=str)
