@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.onhost.abi_check import NOT_APPLICABLE, OK
 from tests.e2e_tools import Done, Site, make_site
 
 pytestmark = [pytest.mark.full, pytest.mark.e2e, pytest.mark.engine]
@@ -91,7 +92,7 @@ def test_from_a_bundle_to_a_verdict_with_the_network_cut_off(
     assert "persisted PASS" in done.text
     assert "the bundle is whole" in done.text
     [marker] = alone.base.glob("envs/*/.kvhost-complete.json")
-    assert {row["state"] for row in json.loads(marker.read_text())["abi"]} <= {"ok", "n/a"}
+    assert {row["state"] for row in json.loads(marker.read_text())["abi"]} <= {OK, NOT_APPLICABLE}
     again = cut_off(alone, island, engine_bundle=str(bundle))
     assert again.code == 0, again.text[-3000:]
     assert again.changed() == []
