@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvhost.basics import printable
 from kvhost.bundle import BundleError, bundle_name, make_bundle
 from kvhost.cli_matrix import _matrix, locks_dir
 from kvhost.locks import read_lock
@@ -68,6 +69,7 @@ def _check(path: Path) -> None:
     except (OSError, ValueError) as error:
         faults, manifest = [str(error)], {}
     if faults:
-        raise click.ClickException("\n  ".join((f"{path} is not as it was made:", *faults)))
+        shown = [printable(fault) for fault in faults]
+        raise click.ClickException("\n  ".join((f"{path} is not as it was made:", *shown)))
     what = f"{manifest['lock']} for Python {manifest['python']}"
     click.echo(f"{path}: whole, {len(manifest['files'])} files, {what}")

@@ -70,13 +70,13 @@ class Looks:
             answer = json.loads(said.splitlines()[-1])
             if "refused" in answer:
                 raise NotLooked(str(answer["refused"]))
-            answers = dict(zip(wanted, answer["answers"], strict=True))
+            answers, lock = dict(zip(wanted, answer["answers"], strict=True)), answer["lock"]
         except (ValueError, LookupError, TypeError):
             raise NotLooked(said.strip()[-600:] or "no answer") from None
         if not self.fresh:
             self.answers.clear()
         self.answers.update(answers)
-        self.lock, self.fresh = answer["lock"], True
+        self.lock, self.fresh = lock, True
         if take:
             self.locked = True
             if self.taken is not None:

@@ -58,13 +58,19 @@ def pins(text: str) -> dict[str, frozenset[str]]:
 
 def read_manifest(bundle: str) -> Data:
     """manifest.json, its form checked. Raises OSError, ValueError."""
-    with open(os.path.join(bundle, MANIFEST), encoding="utf-8") as handle:
-        manifest = json.load(handle)
+    path = os.path.join(bundle, MANIFEST)
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+        raise ValueError(f"{MANIFEST}: not a regular file")
+    with open(path, encoding="utf-8") as handle:
+        try:
+            manifest = json.load(handle)
+        except RecursionError:
+            raise ValueError(f"{MANIFEST} is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ValueError(f"{MANIFEST} is not one of schema {SCHEMA}")
     words = ("lock", "python", "machine")
     files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(manifest.get(w), str) for w in words):
+    if not isinstance(files, dict) or not all(_plain(manifest.get(word)) for word in words):
         raise ValueError(f"{MANIFEST} lacks one of {', '.join(words)}, files")
     for path, row in files.items():
         if not _PATH.fullmatch(path):
@@ -78,6 +84,10 @@ def read_manifest(bundle: str) -> Data:
     if not set(FOLDERS.values()) <= set(files):
         raise ValueError(f"{MANIFEST} does not name {' and '.join(FOLDERS.values())}")
     return manifest
+
+
+def _plain(word: Any) -> bool:
+    return isinstance(word, str) and re.fullmatch(r"[A-Za-z0-9._+ -]{1,100}", word) is not None
 
 
 def listing(bundle: str) -> dict[str, os.stat_result]:
@@ -98,12 +108,14 @@ def listing(bundle: str) -> dict[str, os.stat_result]:
 
 def form_faults(bundle: str, manifest: Data) -> list[str]:
     """What is missing, additional, or not of the size that the manifest says; no byte is read."""
-    there, wanted, faults = listing(bundle), manifest["files"], []
+    wanted: Data = manifest["files"]
+    there, faults = listing(bundle), []
     for path in sorted({*there, *wanted}):
         if path not in there:
             faults.append(f"{path}: missing")
         elif path not in wanted:
-            faults.append(f"{path}: additional, the manifest does not name it")
+            shown = "".join(c if c.isprintable() else "\ufffd" for c in path)  # anybody's name
+            faults.append(f"{shown}: additional, the manifest does not name it")
         elif not stat.S_ISREG(there[path].st_mode):
             faults.append(f"{path}: not a regular file")
         elif there[path].st_size != wanted[path]["bytes"]:

@@ -27,6 +27,7 @@ import stat
 import subprocess
 import sys
 import traceback
+import zlib
 from typing import Any
 
 AT_ONCE = 6
@@ -62,8 +63,12 @@ def name_of(number: int, user: bool) -> str:
 
 def text_of(path: str) -> Data:
     try:
-        with open(path, encoding="utf-8") as handle:
-            if os.fstat(handle.fileno()).st_size > MOST_TEXT:
+        # O_NONBLOCK: a pipe in its place would be waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as handle:
+            about = os.fstat(handle.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError("not a regular file")
+            if about.st_size > MOST_TEXT:
                 raise ValueError("larger than any that kvhost writes")
             return {"status": "ok", "text": handle.read()}
     except FileNotFoundError:
@@ -101,16 +106,18 @@ def start(argv: list[str]) -> tuple[int, int]:
     if pid:
         os.close(theirs)
         return pid, ours
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (theirs, 1), (theirs, 2)):
-        os.dup2(source, target)
-    os.close(ours)
-    if argv[0] == "python3" and len(argv) > 1 and os.path.isfile(argv[1]):
-        in_fork(argv)
-    try:
+    try:  # whatever fails here, this child must not go on as its parent
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (theirs, 1), (theirs, 2)):
+            os.dup2(source, target)
+        os.close(ours)
+        if argv[0] == "python3" and len(argv) > 1 and os.path.isfile(argv[1]):
+            in_fork(argv)
         os.execvp(argv[0], argv)
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+    except BaseException as error:
+        why = getattr(error, "strerror", None) or error
+        os.write(2, f"{argv[:1]}: {why}\n".encode(errors="replace"))
+    finally:
         os._exit(127)
 
 
@@ -173,11 +180,15 @@ def main() -> int:
         with gzip.open(args.request, "rt", encoding="utf-8") as handle:
             request = json.load(handle)
         asks, lock, take = request["asks"], request["lock"], request["take"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
         print(f"looks: {args.request} is no request: {error}", file=sys.stderr)
         return 2
     if take is not None:
-        os.makedirs(os.path.dirname(lock), exist_ok=True)
+        try:
+            os.makedirs(os.path.dirname(lock), exist_ok=True)
+        except OSError as error:  # not exit 1: nobody holds it
+            print(f"looks: the run lock {lock} cannot be used: {error}", file=sys.stderr)
+            return 2
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runlock.py")
         done = subprocess.run(
             [sys.executable, script, "take", *take], stdout=subprocess.PIPE,

@@ -22,6 +22,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from typing import Any
@@ -48,11 +49,15 @@ def boottime() -> float:
 def read(path: str) -> dict[str, Any] | None:
     """The lock, None without one. Raises OSError."""
     try:
-        with open(path, encoding="utf-8") as handle:
-            written = os.fstat(handle.fileno()).st_mtime
+        # O_NONBLOCK: a pipe in its place would be waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as handle:
+            about = os.fstat(handle.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise OSError(f"{path} is not a regular file")
+            written = about.st_mtime
             try:
                 lock = json.load(handle)
-            except ValueError:
+            except (ValueError, RecursionError):
                 lock = None
     except FileNotFoundError:
         return None
@@ -69,13 +74,23 @@ def write(path: str, lock: dict[str, Any]) -> None:
     os.replace(path + ".new", path)
 
 
+def number(value: Any) -> float | None:
+    """A time of the lock, None if it is none that a run writes."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
+        return None  # nan too
+    return float(value)
+
+
 def age_s(lock: dict[str, Any]) -> float:
-    """Seconds since it was refreshed; by the clock only across a restart of the host."""
-    refreshed = lock.get("refreshed_boottime")
-    if lock.get("boot_id") == boot_id() and isinstance(refreshed, (int, float)):
+    """Seconds since it was refreshed; by the clock only across a restart of the host. If that was
+    far in the future, its clock was wrong: then as many as the host is up."""
+    boot, refreshed = lock.get("boot_id"), number(lock.get("refreshed_boottime"))
+    if boot == boot_id() and refreshed is not None:
         return boottime() - refreshed
-    refreshed = lock.get("refreshed_unix")
-    return time.time() - refreshed if isinstance(refreshed, (int, float)) else 0.0
+    refreshed = number(lock.get("refreshed_unix"))
+    age = time.time() - refreshed if refreshed is not None else 0.0
+    # another boot may be another machine, with the same volume: near the present it counts
+    return boottime() if age < -STALE_AFTER_S and isinstance(boot, str) else age
 
 
 def may_take(lock: dict[str, Any], args: argparse.Namespace) -> bool:
