@@ -78,7 +78,7 @@ def test_every_small_model_was_compared_and_enough_were_started() -> None:
     ways = {name: one["way"] for name, one in engine_record()["models"].items()}
     assert set(ways.values()) <= {"started", "specification"}
     started = {TINY[name]["model_type"] for name, way in ways.items() if way == "started"}
-    assert len(started) >= 15
+    assert len(started) >= 31
     assert set(engine_record()["models"]) == set(TINY)
 
 
