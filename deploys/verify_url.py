@@ -61,7 +61,7 @@ def test_there(state: Any, host: Any, asked: Asked) -> bool:
         key = None
         if asked.api_key_file is not None:
             key = f"{folder}/key"
-            host.put_file(StringIO(Path(asked.api_key_file).read_text()), key, **how)
+            host.put_file(StringIO(Path(asked.api_key_file).read_text("utf-8")), key, **how)
         config = StringIO(json.dumps(script_config(asked, key)))
         host.put_file(config, f"{folder}/config.json", **how)
         program = f"python3 {folder}/{SCRIPTS[0]}"
@@ -82,5 +82,5 @@ def test_there(state: Any, host: Any, asked: Asked) -> bool:
 
 foreign_test(
     name="verify: does a server's KV cache survive its restart command",
-    asked=from_json(Path(os.environ[ASKED_VARIABLE]).read_text()),
+    asked=from_json(Path(os.environ[ASKED_VARIABLE]).read_text("utf-8")),
 )

@@ -40,4 +40,6 @@ def environment(asked: dict[str, Any], folder: str) -> dict[str, str]:
 def answers(folder: str) -> list[dict[str, Any]]:
     """What the hosts answered, in the order in which they did."""
     path = Path(folder, "answers")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )

@@ -1,7 +1,8 @@
-"""What every command needs, in a module that imports nothing: a start should cost nothing."""
+"""What every command needs, in a module that imports nothing else: a start should cost nothing."""
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 API_KEY_VARIABLE = "KVHOST_API_KEY"
@@ -11,6 +12,15 @@ SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
 Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+
+
+def lenient_output() -> None:
+    """What a terminal's encoding does not have is printed escaped: in a locale without UTF-8 a
+    table would end the command, or the run."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # None, or a stand-in: no such thing
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:

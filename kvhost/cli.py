@@ -6,17 +6,19 @@ Exit codes of `up`, `verify` and `status`: 0 persisted PASS, 1 FAIL or the run f
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvhost import __version__, cli_up
-from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, Persisted, printable
+from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, Persisted, lenient_output, printable
 from kvhost.cli_options import (
     MORE,
     PASS_ALL,
@@ -44,8 +46,25 @@ LAZY = {
 }
 
 
+#: what an OSError says of this machine, and not of a fault in kvhost
+_OF_THE_MACHINE = frozenset(
+    {errno.EACCES, errno.EDQUOT, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EMFILE}
+    | {errno.ENAMETOOLONG, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ENOTDIR}
+    | {errno.EPERM, errno.EROFS, errno.ESTALE}
+)
+
+
 class Commands(click.Group):
-    """The commands of this module, and those of LAZY."""
+    """The commands of this module, and those of LAZY. A full or read-only disk is one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        lenient_output()
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in _OF_THE_MACHINE:
+                raise
+            raise click.ClickException(str(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *LAZY})
@@ -259,8 +278,11 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "verdicts")
         os.environ[SUMMARY_VARIABLE] = str(told)
-        code = pyinfra(inventory, deploy, ("-y", *args))
-        lines = told.read_text().splitlines() if told.exists() else []
+        try:
+            code = pyinfra(inventory, deploy, ("-y", *args))
+        finally:
+            os.environ.pop(SUMMARY_VARIABLE, None)  # its folder goes
+        lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
     verdicts: dict[str, Persisted] = {}
     entries = [json.loads(line) for line in lines]
     for entry in (entry for entry in entries if "persisted" in entry):

@@ -246,6 +246,8 @@ def show(told: Told, command: Sequence[str]) -> None:
 @contextmanager
 def stdout_kept() -> Iterator[TextIO]:
     """What this process and its children print goes to stderr; yields the stdout of before."""
+    if sys.stdout is None:
+        raise click.ClickException("--json needs a stdout, and it is closed")
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

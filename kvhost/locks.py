@@ -54,7 +54,7 @@ def read_lock(
         raise LockError(f"lock {info.name} covers Python {', '.join(info.pythons)}, not {python}")
     path = folder / f"{info.name}-py{python}.txt"
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise LockError(f"{path}: {error.strerror}") from error
     # only the third party's CPU build lacks vLLM's own metadata

@@ -159,7 +159,7 @@ def load_matrix(folder: Path) -> Matrix:
     """The matrix of a folder of locks. Raises LockError that names every mistake in it."""
     path = folder / "matrix.yaml"
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         locks = {name: {**entry, "name": name} for name, entry in raw["locks"].items()}
         return Matrix.model_validate({**raw, "locks": locks})
     except ValidationError as error:

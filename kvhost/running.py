@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import os
 import re
 import signal
@@ -157,6 +158,9 @@ def run(
     err.write(f"log of this run: {path}\n")
     if log.broken is not None:
         err.write(f"that log is not whole: {log.broken}\n")
+    if out.broken is not None and not isinstance(out.broken, BrokenPipeError):
+        err.write(f"what was to go to stdout is not whole: {out.broken}\n")
+        return code or 1  # who reads an answer from there must not take a part for all of it
     return code
 
 
@@ -211,8 +215,8 @@ class Interrupts:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits it
         try:
             self._process = subprocess.Popen(
-                argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                errors="replace", bufsize=1, env=env,
+                argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                encoding=locale.getpreferredencoding(False), errors="replace", bufsize=1, env=env,
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -180,3 +181,50 @@ def test_ctrl_c(seen: str, tmp_path: Path) -> None:
     assert process.returncode == 130, said
     assert "interrupted: " in said
     assert "Traceback" not in said
+
+
+def test_an_answer_that_is_not_whole_is_no_success(tmp_path: Path) -> None:
+    """`kvhost plan --json > FILE` on a full disk."""
+    argv = [sys.executable, "-c", "print('{}')"]
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        stdout = io.TextIOWrapper(full, write_through=True)
+        assert running.run(argv, tmp_path, tmp_path, "plan", stdout=stdout) == 1
+        stdout.detach()
+
+
+@pytest.mark.parametrize("command", ["plan", "matrix"])
+def test_a_locale_without_utf_8(command: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(REPO), "LC_ALL": "POSIX", "COLUMNS": "20"}
+    env |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-m", "kvhost.cli", command]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=False
+    )
+    said = (done.stdout + done.stderr).decode("ascii")
+    assert "Traceback" not in said
+    assert "UnicodeEncodeError" not in said and "UnicodeDecodeError" not in said
+
+
+def test_a_closed_stdout_has_no_json(tmp_path: Path) -> None:
+    make(tmp_path)
+    words = f'exec "{sys.executable}" -m kvhost.cli up --json --limit nobody >&-'
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        ["/bin/sh", "-c", words], cwd=tmp_path, env=env, timeout=60, check=False,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "Error: --json needs a stdout, and it is closed\n"
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".kvhost/candidate.yaml.new").mkdir()
+    result = CliRunner().invoke(cli.main, ["inventory", "add", "--no-look", "root@192.0.2.1"])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert result.output.startswith("Error: [Errno 21] Is a directory")
+    assert result.output.count("\n") == 1

@@ -22,6 +22,7 @@ from pyinfra.connectors.scp import SCPClient
 from deploys.common.context import REPO
 from deploys.common.journal import heed_interrupts
 from kvhost import known_hosts
+from kvhost.basics import lenient_output
 from kvhost.fleet import (
     FLEET_VARIABLE,
     KNOWN_HOSTS,
@@ -56,6 +57,7 @@ rm -f "$f"
 def watch() -> None:
     """Called by config.py, before there is an inventory."""
     heed_interrupts()
+    lenient_output()
     state = context.ctx_state.get()
     init = state.init
 

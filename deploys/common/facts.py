@@ -126,7 +126,7 @@ def with_siblings(name: str) -> tuple[str, ...]:
     """A script, and the others of kvhost/onhost that it imports, directly or through one."""
     names = [name]
     for one in names:
-        imported = re.findall(r"(?m)^ *(?:from|import) (\w+)", (ONHOST / one).read_text())
+        imported = re.findall(r"(?m)^ *(?:from|import) (\w+)", (ONHOST / one).read_text("utf-8"))
         more = [f"{module}.py" for module in imported if (ONHOST / f"{module}.py").exists()]
         names += [found for found in dict.fromkeys(more) if found not in names]
     return tuple(names)

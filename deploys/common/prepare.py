@@ -333,7 +333,7 @@ def rendered(
 ) -> Mapping[str, str]:
     """sha256 of what this run would write, as far as that is known before it starts: what
     describes the services only where the namespace (``fields``) can be told."""
-    texts = {f"{settings.paths.bin}/{p.name}": p.read_text() for p in scripts()}
+    texts = {f"{settings.paths.bin}/{p.name}": p.read_text(encoding="utf-8") for p in scripts()}
     texts |= vllm_yamls(settings, with_key=with_key)
     if fields is not None:
         namespace_dir = settings.paths.namespace(digest_of(fields))

@@ -71,7 +71,7 @@ def own_scripts(run: Run) -> dict[str, str]:
     """Path on the host -> content of kvhost's own programs there."""
     here = dict.fromkeys(scripts(), run.paths.bin)
     here.update(dict.fromkeys(LIBRARY, run.paths.lib))
-    return {f"{folder}/{path.name}": path.read_text() for path, folder in here.items()}
+    return {f"{folder}/{path.name}": path.read_text("utf-8") for path, folder in here.items()}
 
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
@@ -82,7 +82,7 @@ def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:
 
 def metrics_script() -> str:
     """Text of the collector of figures."""
-    return (ONHOST / "metrics.py").read_text()
+    return (ONHOST / "metrics.py").read_text("utf-8")
 
 
 def manager_texts(run: Run, described: tuple[Service, ...]) -> dict[str, str]:

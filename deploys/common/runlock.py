@@ -32,7 +32,7 @@ REFRESH_S = 300
 def controller_id() -> str:
     """Tells controllers apart: the machine id where there is one, else the host name."""
     try:
-        return Path("/etc/machine-id").read_text().strip() or socket.gethostname()
+        return Path("/etc/machine-id").read_text(encoding="utf-8").strip() or socket.gethostname()
     except OSError:
         return socket.gethostname()
 
@@ -91,7 +91,7 @@ def command(run: Visit, verb: str) -> StringCommand:
     """keep or drop. The script travels with the command: a removal takes that of the host away."""
     state = shlex.quote(run.paths.state)
     argv = ["--file", run.paths.run_lock, "--owner", json.dumps(owner(run)), verb]
-    text = (ONHOST / "runlock.py").read_text()
+    text = (ONHOST / "runlock.py").read_text(encoding="utf-8")
     # after a removal there is nothing to give back
     return StringCommand(
         f"[ ! -d {state} ] || python3 - {shlex.join(argv)} <<'KVHOST-END'\n{text}\nKVHOST-END"

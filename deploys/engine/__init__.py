@@ -26,7 +26,7 @@ def lock_files(run: Run) -> list[TextFile]:
     paths = run.paths
     env = json.dumps(service_env(run.settings, paths), indent=1, sort_keys=True) + "\n"
     return [
-        TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text()),
+        TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text("utf-8")),
         TextFile(lock_path(run), run.lock.text),
         TextFile(f"{paths.etc}/service-env.json", env),
     ]

@@ -50,8 +50,8 @@ def packages(run: Run) -> tuple[str, ...]:
 def own_scripts(run: Run) -> list[TextFile]:
     paths = run.paths
     return [
-        *(TextFile(f"{paths.bin}/{p.name}", p.read_text(), "755") for p in scripts()),
-        *(TextFile(f"{paths.lib}/{p.name}", p.read_text()) for p in LIBRARY),
+        *(TextFile(f"{paths.bin}/{p.name}", p.read_text("utf-8"), "755") for p in scripts()),
+        *(TextFile(f"{paths.lib}/{p.name}", p.read_text("utf-8")) for p in LIBRARY),
     ]
 
 

@@ -23,7 +23,7 @@ def argv(at: Visit, *more: str) -> tuple[str, ...]:
     words += ("--scripts", ",".join(path.name for path in sorted(ONHOST.glob("[a-z]*.py"))))
     words += ("--caches",) if at.settings.remove_cache else ()
     words += ("--models",) if at.settings.remove_models else ()
-    text = (ONHOST / "uninstall.py").read_text()
+    text = (ONHOST / "uninstall.py").read_text(encoding="utf-8")
     return ("sh", "-c", f"python3 - {shlex.join(words)} <<'KVHOST-END'\n{text}\nKVHOST-END")
 
 
