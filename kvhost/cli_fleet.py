@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from ruamel.yaml.comments import CommentedMap
 
 from kvhost import known_hosts, look
-from kvhost._problems import Refusal
+from kvhost._problems import Refusal, short
 from kvhost.basics import printable
 from kvhost.cli_care import ask
 from kvhost.cli_run import FLEET_INVENTORY, copy_root, pyinfra
@@ -70,7 +71,11 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     path = top / "fleet.yaml"
     try:
         target = parse(line)
-        root = read_yaml(path) if path.exists() else CommentedMap()
+        there = os.path.lexists(path)  # of a link to nowhere read_yaml says so
+        root = read_yaml(path) if there else CommentedMap()
+        if there:
+            load_fleet(path, folder=top)  # its own faults, before any of what is added
+        path = path.resolve()  # a link stays one
         name, entry = _entry(root, target, given)
         _save(root, top / CANDIDATE)
         load_fleet(top / CANDIDATE, folder=top)
@@ -100,7 +105,8 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
         load_fleet(top / CANDIDATE, folder=top)
     except FleetError as error:
         raise click.ClickException(str(error)) from None
-    (top / CANDIDATE).replace(path)
+    _save(root, path)
+    (top / CANDIDATE).unlink()
     click.echo(f"{name} is in {path}. Next: kvhost plan --limit {name}")
 
 
@@ -135,7 +141,10 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
     hosts = root["hosts"]
     said = target.entry()
     name = given["name"] or _same_place(hosts, said) or _free_name(hosts, target)
-    host_name(name)
+    try:
+        host_name(name)
+    except Refusal as error:
+        raise Refusal(f"the name {short(name)} {error.what}", "--name gpu-1") from None
     if not isinstance(hosts.get(name), CommentedMap):
         hosts[name] = CommentedMap()
     entry: CommentedMap = hosts[name]
@@ -178,7 +187,9 @@ def _same_place(hosts: CommentedMap, said: dict[str, object]) -> str | None:
 
 
 def _free_name(hosts: CommentedMap, target: Target) -> str:
-    plain = re.sub(r"[^A-Za-z0-9.-]", "-", target.address).strip("-.") or "host"
+    plain = re.sub(r"[^A-Za-z0-9.-]", "-", target.address).strip("-.")[:50] or "host"
+    if plain.isdecimal():  # --canary 1 is the first host
+        plain = f"host-{plain}"
     return plain if plain not in hosts else f"{plain}-{target.port or 22}"
 
 
@@ -187,4 +198,6 @@ def _save(root: CommentedMap, path: Path) -> None:
     new = path.with_name(f"{path.name}.new")
     with new.open("w", encoding="utf-8") as handle:
         yaml().dump(root, handle)
+    if path.exists():
+        shutil.copymode(path, new)
     new.replace(path)

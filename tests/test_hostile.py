@@ -154,3 +154,49 @@ def test_settings_of_no_sense() -> None:
         validate_hosts({"h": data}, frozenset(), {})
     keys = {problem.key for problem in caught.value.problems}
     assert {"verify_events", "gpus", "no_such", "a key of type int"} <= keys
+
+
+def add(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.main, ["inventory", "add", "--no-look", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("text", ["hosts: [a]\n", "groups: 5\n", "hosts: 5\n", "hosts:\n  a: 5\n"])
+def test_a_fleet_with_faults_is_not_written_over(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.yaml").write_text(text)
+    code, said = add("root@192.0.2.1", "--group", "g")
+    assert (code, Path("fleet.yaml").read_text()) == (1, text)
+    assert "fleet.yaml:" in said
+
+
+def test_a_linked_fleet_stays_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, away = tmp_path / "copy", tmp_path / "away.yaml"
+    make(copy)
+    monkeypatch.chdir(copy)
+    Path("fleet.yaml").rename(away)
+    away.chmod(0o600)
+    Path("fleet.yaml").symlink_to(away)
+    assert add("root@192.0.2.1")[0] == 0
+    assert Path("fleet.yaml").is_symlink()
+    assert "192.0.2.1" in away.read_text()
+    assert away.stat().st_mode & 0o777 == 0o600
+    away.unlink()
+    code, said = add("root@192.0.2.1")
+    assert (code, Path("fleet.yaml").is_symlink()) == (1, True)
+    assert "No such file" in said
+
+
+def test_names_that_are_made_and_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert "host-1 is in" in add("root@::1")[1], "--canary 1 would be another host"
+    assert add(f"root@{'a' * 200}")[0] == 0
+    for name in ("all", "-x", "a\nb", "ä"):
+        code, said = add("root@192.0.2.1", "--name", name)
+        assert code == 1
+        assert said.startswith("Error: the name ")
