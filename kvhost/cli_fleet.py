@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,7 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     """
     top = copy_root()
     path = top / "fleet.yaml"
+    click.get_current_context().with_resource(_alone(top))
     try:
         target = parse(line)
         there = os.path.lexists(path)  # of a link to nowhere read_yaml says so
@@ -108,6 +112,20 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     _save(root, path)
     (top / CANDIDATE).unlink()
     click.echo(f"{name} is in {path}. Next: kvhost plan --limit {name}")
+
+
+@contextmanager
+def _alone(top: Path) -> Iterator[None]:
+    """One command at a time writes the fleet, or a host of two that are added would be lost."""
+    path = top / f"{CANDIDATE}.lock"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            click.echo("another kvhost inventory add is at work here, and is waited for", err=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @inventory_group.command("new-key")

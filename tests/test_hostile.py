@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,20 @@ def test_names_that_are_made_and_given(tmp_path: Path, monkeypatch: pytest.Monke
         code, said = add("root@192.0.2.1", "--name", name)
         assert code == 1
         assert said.startswith("Error: the name ")
+
+
+def test_hosts_that_are_added_at_once_are_all_there(tmp_path: Path) -> None:
+    make(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    argv = [sys.executable, "-m", "kvhost.cli", "inventory", "add", "--no-look"]
+    adding = [
+        subprocess.Popen(
+            [*argv, f"root@192.0.2.{number}"], cwd=tmp_path, env=env,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(1, 5)
+    ]  # fmt: skip
+    for process in adding:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert len(load_fleet(tmp_path / "fleet.yaml").file.hosts) == 4
