@@ -21,9 +21,9 @@ class WithCopy(build_py):
     def run(self) -> None:
         super().run()
         top = Path(self.build_lib, "kvhost", "_copy")
-        for name in files(HERE):
+        for name, path in files(HERE):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(HERE / name, top / name)
+            shutil.copy2(path, top / name)
 
 
 setup(cmdclass={"build_py": WithCopy})

@@ -6,6 +6,7 @@ Every problem of the file is told at once, with its line, and before any host is
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,11 +253,18 @@ def key_path(fleet: Fleet, key: str) -> Path:
     return fleet.folder / os.path.expanduser(key)  # noqa: PTH111 - Path's raises for that user
 
 
-def _is_file(path: Path) -> bool:
+def _key_fault(path: Path) -> tuple[str, str] | None:
+    """What is wrong with a private key's file, and what to write; OpenSSH wants the same of it."""
     try:
-        return path.is_file()
-    except OSError:  # its name is too long, its directory closed
-        return False
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # not there, its name too long, its directory closed
+        mode = 0
+    if not stat.S_ISREG(mode):
+        return f"no such file on the controller: {path}", "~/.ssh/id_ed25519"
+    if mode & 0o077:
+        what = f"{path} has mode {stat.S_IMODE(mode):04o}, so that others than its owner can use it"
+        return what, f"chmod 600 {path}"
+    return None
 
 
 def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
@@ -267,10 +275,10 @@ def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secr
     root = read_yaml(fleet.path)
     for name, entry in fleet.file.hosts.items():
         # pyinfra would stop the whole run at one that is not there
-        if entry.key and not _is_file(key_path(fleet, entry.key)):
+        key_fault = _key_fault(key_path(fleet, entry.key)) if entry.key else None
+        if key_fault:
             loc = ("hosts", name, "key")
-            what = f"no such file on the controller: {key_path(fleet, entry.key)}"
-            faults.append(Fault(line_of(root, loc), _named(loc), what, "~/.ssh/id_ed25519"))
+            faults.append(Fault(line_of(root, loc), _named(loc), *key_fault))
         for key in ("password", "sudo_password"):
             ref: SecretRef | None = getattr(entry, key)
             if ref is None:

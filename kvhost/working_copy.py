@@ -36,6 +36,8 @@ pyinfra-debug.log
 /bundles/
 /logs/
 /secrets/
+/keys/
+*.pem
 """
 #: written once, and the user's from then on
 OWN = {"fleet.yaml": _FLEET, ".gitignore": _IGNORE}
@@ -101,7 +103,7 @@ def make(folder: Path) -> Made:
     changed is left.
     """
     top = source()
-    new = {name: (top / name).read_bytes() for name in files(top)}
+    new = {name: path.read_bytes() for name, path in files(top)}
     mark = folder / MARK
     before = _read_mark(mark)[1] if mark.exists() else {}
     if not mark.exists():

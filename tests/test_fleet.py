@@ -58,7 +58,7 @@ def faults(folder: Path, text: str) -> list[tuple[int, str, str]]:
 
 def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir()
-    (tmp_path / "keys/id").touch()
+    (tmp_path / "keys/id").touch(mode=0o600)
     groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), {"ONE_SUDO": "pw"})
     one, pod = (dict(groups["all"])[name] for name in ("one", "p1"))
     assert one["ssh_hostname"] == "192.0.2.1"
@@ -166,7 +166,9 @@ hosts:
   one: {address: a, sudo: true, sudo_password: {env: NOT_SET}}
   two: {address: b, password: {file: secrets/two}}
   three: {address: c, key: keys/gone}
+  four: {address: d, key: open.pem}
 """
+    (tmp_path / "open.pem").touch(mode=0o644)
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets/two").write_text("pass word two\n")
     fleet = load_fleet(write(tmp_path, text))
@@ -177,6 +179,8 @@ hosts:
     assert said[1][0] == 3
     assert "chmod 600" in said[1][1]
     assert said[2] == (4, f"no such file on the controller: {tmp_path / 'keys/gone'}")
+    assert said[3] == (5, f"{tmp_path / 'open.pem'} has mode 0644, so that others than its owner can "
+                          "use it")  # fmt: skip
     assert "pass word" not in str(caught.value)
 
 

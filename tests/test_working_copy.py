@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import running, working_copy
+from kvhost import _copied, running, working_copy
 from kvhost.run_log import KEPT, Mask, open_log
 from tests.e2e_tools import make_site
 
@@ -30,8 +30,50 @@ def test_it_is_made_beside_a_users_own_files_and_found_from_below(tmp_path: Path
     assert not (tmp_path / "setup.py").exists()
     assert (tmp_path / "README.md").read_text() == "mine"
     assert working_copy.root(tmp_path / "deploys") == tmp_path
-    assert "/secrets/" in (tmp_path / ".gitignore").read_text()
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for secret in ("secrets/api_key", "keys/id_ed25519", "host.pem", "deploys/host.pem"):
+        asked = ["git", "-C", tmp_path, "check-ignore", "-q", secret]
+        assert subprocess.run(asked, check=False).returncode == 0, secret
     assert working_copy.make(tmp_path).written == []
+
+
+def test_one_fleets_settings_do_not_reach_another_by_a_clone(tmp_path: Path) -> None:
+    clone = make_site(tmp_path).repo
+    for name, text in {
+        "group_data/all.py": 'base_dir = "/of-the-first"\n',
+        "group_data/gpu_a.py": "chunk_size = 512\n",
+        "inventories/home.py": 'hosts = ["192.0.2.77"]\n',
+        "inventories/mine.py": 'hosts = ["192.0.2.78"]\n',
+        "inventory.py": 'hosts = ["192.0.2.79"]\n',
+        "hosts.py": 'hosts = ["192.0.2.80"]\n',
+    }.items():
+        (clone / name).write_text(text)
+    out = tmp_path / "out"
+    code = "import sys; from pathlib import Path; from kvhost.working_copy import make; "
+    subprocess.run([sys.executable, "-c", f"{code}make(Path(sys.argv[1]))", out], check=True,
+                   env={**os.environ, "PYTHONPATH": str(clone)}, cwd=tmp_path, timeout=60)  # fmt: skip
+    for name in ("group_data/all.py", "inventories/home.py", "inventory.py"):
+        assert (out / name).read_text() == (clone / "pristine" / name).read_text()
+    for name in ("group_data/gpu_a.py", "inventories/mine.py", "hosts.py", "pristine"):
+        assert not (out / name).exists(), name
+
+
+@pytest.mark.parametrize("name", _copied.EDITED)
+def test_what_a_clone_begins_with_is_what_a_copy_begins_with(name: str) -> None:
+    def trees(path: str) -> str:
+        return subprocess.run(["git", "rev-parse", f"HEAD:{path}"], cwd=REPO, text=True,
+                              check=True, capture_output=True).stdout  # fmt: skip
+
+    assert trees(name) == trees(f"pristine/{name}"), "a change of one belongs into the other"
+
+
+def test_a_copy_has_every_program_of_the_repository() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py", ":!*/*"], cwd=REPO, text=True,
+                            check=True, capture_output=True).stdout.split()  # fmt: skip
+    assert {*listed} == {*_copied.TOP, "inventory.py", "setup.py"}
+    manifest = (REPO / "MANIFEST.in").read_text()
+    assert f"include {' '.join(_copied.TOP)}\n" in manifest
+    assert all(f"graft {name}\n" in manifest for name in (*_copied.FOLDERS, _copied.PRISTINE))
 
 
 def test_it_replaces_no_file_of_others(tmp_path: Path) -> None:
