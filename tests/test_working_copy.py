@@ -50,8 +50,9 @@ def test_one_fleets_settings_do_not_reach_another_by_a_clone(tmp_path: Path) -> 
         (clone / name).write_text(text)
     out = tmp_path / "out"
     code = "import sys; from pathlib import Path; from kvhost.working_copy import make; "
+    env = {**os.environ, "PYTHONPATH": str(clone)}
     subprocess.run([sys.executable, "-c", f"{code}make(Path(sys.argv[1]))", out], check=True,
-                   env={**os.environ, "PYTHONPATH": str(clone)}, cwd=tmp_path, timeout=60)  # fmt: skip
+                   env=env, cwd=tmp_path, timeout=60)  # fmt: skip
     for name in ("group_data/all.py", "inventories/home.py", "inventory.py"):
         assert (out / name).read_text() == (clone / "pristine" / name).read_text()
     for name in ("group_data/gpu_a.py", "inventories/mine.py", "hosts.py", "pristine"):
