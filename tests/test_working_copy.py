@@ -32,7 +32,7 @@ def test_it_is_made_beside_a_users_own_files_and_found_from_below(tmp_path: Path
     assert working_copy.root(tmp_path / "deploys") == tmp_path
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     for secret in ("secrets/api_key", "keys/id_ed25519", "host.pem", "deploys/host.pem"):
-        asked = ["git", "-C", tmp_path, "check-ignore", "-q", secret]
+        asked = ["git", "-C", str(tmp_path), "check-ignore", "-q", secret]
         assert subprocess.run(asked, check=False).returncode == 0, secret
     assert working_copy.make(tmp_path).written == []
 
