@@ -18,7 +18,7 @@ from kvhost.cli_up import Runner
 from kvhost.drive_smart import Wear
 from kvhost.drive_worth import Judged, Measured, judge_drive, mb, parse_measured
 from kvhost.evidence_model import Evidence
-from kvhost.reports import latest_report, reports_dir
+from kvhost.reports import reports_dir, standing_report
 
 Command = Callable[..., Any]
 #: GiB, where a person is asked: past the fast part of most drives' cells
@@ -115,7 +115,7 @@ def measure(
 def prefill_of(host: str) -> float | None:
     """Tokens a second that the engine computed in the host's last restart test; None: no test."""
     try:
-        report = latest_report(reports_dir(), host)
+        report, _ = standing_report(reports_dir(), host)
     except (OSError, ValueError):
         return None
     if report is None or not isinstance(report.result.evidence, Evidence):

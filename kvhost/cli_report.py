@@ -15,7 +15,7 @@ from kvhost.report_html import write_pages, write_text
 from kvhost.report_junit import junit
 from kvhost.report_views import HostView, fleet, load_hosts
 from kvhost.reports import Report, reports_dir, why_no_report
-from kvhost.verdict_view import history_line, verdict_table
+from kvhost.verdict_view import history_line, left_out_line, verdict_table
 
 
 @click.command()
@@ -66,7 +66,6 @@ def _write(views: Sequence[HostView], html: Path | None, junit_file: Path | None
         pages = write_pages(html, views)
         told.append(f"{len(pages)} pages, begin with {html / 'index.html'}")
     if junit_file is not None:
-        junit_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(junit_file, junit(views))
         told.append(f"JUnit XML: {junit_file}")
     return told
@@ -77,22 +76,29 @@ def _show(views: Sequence[HostView], host: str | None, history: bool) -> None:
     if not views:
         console.print("No report yet: bin/up, or kvhost verify on a provisioned host.")
     for view in views:
-        latest = view.latest
+        stands = view.stands
         if history:
             _lines(console, view.reports)
-        elif host is not None and latest is not None:
-            for result in latest.results:
+        elif host is not None and stands is not None:
+            for result in stands.results:
                 console.print(verdict_table(view.host, result.verdict))
+            _not_made(console, view)
             console.print(Text(f"\n{_runs(len(view.reports))}, the newest last:"))
             _lines(console, view.reports[-10:])
-        elif latest is not None:
-            _lines(console, [latest])
+        elif stands is not None:
+            _lines(console, [stands])
+            _not_made(console, view)
         if view.latest_unreadable:
             name = view.unreadable[-1].name
             words = (
                 f"{printable(view.host)}: no verdict stands, the newest file is no report: {name}"
             )
             console.print(Text(words, style="bold red"))
+
+
+def _not_made(console: Console, view: HostView) -> None:
+    if view.left_out is not None:
+        console.print(left_out_line(view.left_out), soft_wrap=True)
 
 
 def _lines(console: Console, reports: Sequence[Report]) -> None:

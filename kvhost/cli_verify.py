@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
 from kvhost import cli
-from kvhost.basics import printable
+from kvhost.basics import Persisted, printable
 from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_option, passed_on
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
-from kvhost.reports import Report, list_reports, load_report, reports_dir, why_no_report
-from kvhost.verdict_view import history_line, verdict_table
+from kvhost.reports import (
+    Report,
+    list_reports,
+    newest_first,
+    reports_dir,
+    standing,
+    why_no_report,
+)
+from kvhost.verdict_view import history_line, left_out_line, verdict_table
 
 
 @click.command(context_settings=PASS_ALL, epilog=f"{VERDICTS} {MORE}")
@@ -57,31 +65,45 @@ def verify(
 def status(as_json: bool) -> None:
     """The last verdict of every host; reaches none.
 
-    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no report at all.
+    A test that was left out because the server was in use takes nothing away from the one before.
+    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no verdict of a host.
     """
-    reports = latest_reports()
+    reports, left_out, missing = last_verdicts()
     if as_json:
         verdicts = {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
         click.echo(json.dumps(verdicts, indent=1))
+        for later in left_out.values():
+            click.echo(left_out_line(later).plain, err=True)
     else:
         console = Console()
         for one in reports:
             for result in one.results:
                 console.print(verdict_table(one.host, result.verdict))
-            console.print(history_line(one))
+            console.print(history_line(one), soft_wrap=True)
+            if one.host in left_out:
+                console.print(left_out_line(left_out[one.host]), soft_wrap=True)
         if not reports:
             console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
-    sys.exit(cli.worst([one.persisted for one in reports]))
+    unknown: list[Persisted] = ["INCONCLUSIVE"] * missing
+    sys.exit(cli.worst([*(one.persisted for one in reports), *unknown]))
 
 
-def latest_reports() -> list[Report]:
-    """The newest report of every host."""
-    newest = {path.parent: path for path in list_reports(reports_dir())}  # oldest first
-    reports = []
-    for path in newest.values():
+def last_verdicts() -> tuple[list[Report], dict[str, Report], int]:
+    """The report that stands of every host; host -> a newer one whose test was left out; of how
+    many hosts the newest file is no report, which is said: no verdict of theirs stands."""
+    folders: dict[Path, list[Path]] = {}
+    for path in list_reports(reports_dir()):  # oldest first
+        folders.setdefault(path.parent, []).append(path)
+    reports, left_out, missing = [], {}, 0
+    for paths in folders.values():
         try:
-            reports.append(load_report(path))
+            report, later = standing(newest_first(paths))
         except (OSError, ValueError):
-            why = printable(why_no_report(path))
-            click.echo(f"not a report, left out: {path}: {why}", err=True)
-    return reports
+            why = printable(why_no_report(paths[-1]))
+            click.echo(f"not a report, so no verdict stands: {paths[-1]}: {why}", err=True)
+            missing += 1
+            continue
+        if report is not None:
+            reports.append(report)
+            left_out |= {report.host: later} if later is not None else {}
+    return reports, left_out, missing

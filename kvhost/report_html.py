@@ -158,7 +158,7 @@ def environment() -> Environment:
 
 def host_page(view: HostView) -> str:
     """The page of one host."""
-    latest = view.latest
+    latest, later = view.stands, view.left_out
     runs = view.reports[-SHOWN_RUNS:]
     return (
         environment()
@@ -175,12 +175,13 @@ def host_page(view: HostView) -> str:
             left_out=len(view.reports) - len(runs),
             unreadable=[path.name for path in view.unreadable],
             latest_unreadable=view.latest_unreadable,
+            not_made=_when(later.time) if later else None,
         )
     )
 
 
 def _card(view: HostView) -> dict[str, Any]:
-    latest = view.latest
+    latest, later = view.stands, view.left_out
     blank = dict.fromkeys(("time", "worth_it", "cold", "restored"), "-")
     return {
         **(_run(latest) if latest else blank),
@@ -191,6 +192,7 @@ def _card(view: HostView) -> dict[str, Any]:
         "events": [_event(event) for event in event_views(latest)] if latest else [],
         "deciding": _event(event_view(latest.result)) if latest else None,
         "unreadable": len(view.unreadable),
+        "not_made": _when(later.time) if later else None,
     }
 
 
@@ -217,9 +219,10 @@ def page_name(view: HostView) -> str:
 def write_pages(folder: Path, views: Sequence[HostView]) -> list[Path]:
     """Writes index.html and a page a host into ``folder``, which is made; the paths.
 
-    Each file is replaced as a whole. Pages of hosts that are gone are left. Raises OSError.
+    Its parents are not. Each file is replaced as a whole. Pages of hosts that are gone are left.
+    Raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a slip of the pen makes no tree
     pages = {page_name(view): host_page(view) for view in views}
     pages["index.html"] = fleet_page(views)
     for name, text in pages.items():

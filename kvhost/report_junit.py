@@ -58,9 +58,9 @@ def _case(suite: ElementTree.Element, host: str, event: EventView) -> None:
 
 def _suite(root: ElementTree.Element, view: HostView) -> None:
     suite = _element(root, "testsuite", name=view.host)
-    report = view.latest
+    report = view.stands
     if report is not None:
-        _fill(suite, report)
+        _fill(suite, view, report)
     if view.latest_unreadable:
         name = "the newest report can be read"
         case = _element(suite, "testcase", classname=f"kvhost.{view.host}", name=name, time="0")
@@ -73,17 +73,19 @@ def _suite(root: ElementTree.Element, view: HostView) -> None:
     suite.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
 
 
-def _fill(suite: ElementTree.Element, report: Report) -> None:
+def _fill(suite: ElementTree.Element, view: HostView, report: Report) -> None:
     at = datetime.strptime(report.time, TIME_FORMAT)
     suite.set("timestamp", at.isoformat())  # without a zone, as the schema wants it: UTC
     suite.set("hostname", _plain(report.host))
-    _properties(suite, [(f"version.{name}", text) for name, text in report.versions.items()])
+    pairs = [(f"version.{name}", text) for name, text in report.versions.items()]
+    pairs += [("later_test_left_out", view.left_out.time)] if view.left_out else []
+    _properties(suite, pairs)
     for event in event_views(report):
         _case(suite, report.host, event)
 
 
 def junit(hosts: Sequence[HostView]) -> str:
-    """The newest report of every host as one JUnit document."""
+    """The report that stands of every host as one JUnit document."""
     root = ElementTree.Element("testsuites", {"name": "kvhost"})
     for view in hosts:
         _suite(root, view)

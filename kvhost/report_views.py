@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvhost.evidence_model import Event, Evidence
-from kvhost.reports import Report, Result, host_folder, list_reports, load_report
+from kvhost.reports import Report, Result, host_folder, list_reports, load_report, standing
 from kvhost.verdict_facts import Facts
 from kvhost.verdict_foreign_facts import ForeignFacts
 from kvhost.verdict_types import Cause, Condition, Persisted
@@ -65,10 +65,26 @@ class HostView:
         return bool(newest) and (self.latest is None or newest > self.latest.time)
 
     @property
+    def stands(self) -> Report | None:
+        """The report whose verdict stands: the newest that was not left out (reports.standing)."""
+        return self._standing()[0]
+
+    @property
+    def left_out(self) -> Report | None:
+        """The newest report, if its test was left out and an earlier verdict stands."""
+        return self._standing()[1]
+
+    def _standing(self) -> tuple[Report | None, Report | None]:
+        found: list[tuple[str, Report | None]] = [(one.time, one) for one in self.reports]
+        newest = self.reports[-1].time if self.reports else ""
+        found += [(path.stem, None) for path in self.unreadable if path.stem < newest]
+        return standing(one for _, one in sorted(found, key=lambda pair: pair[0], reverse=True))
+
+    @property
     def standing(self) -> Standing:
         """The verdict that stands; NONE where the newest file cannot be read."""
-        latest = self.latest
-        return "NONE" if latest is None or self.latest_unreadable else latest.persisted
+        report = self.stands
+        return "NONE" if report is None or self.latest_unreadable else report.persisted
 
 
 EVENT_TITLES: dict[Event | Literal["command"], str] = {
@@ -160,12 +176,15 @@ def load_hosts(folder: Path, host: str | None = None) -> list[HostView]:
 
 
 class FleetHost(BaseModel):
-    """``persisted``: the verdict that stands; NONE where the newest file is not readable."""
+    """``persisted``: the verdict that stands, of the report of ``time``; NONE where the newest file
+    is not readable. ``left_out``: time of a newer report, whose test was left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str
     persisted: Standing
+    time: str | None
+    left_out: str | None
     reports: list[Report]
     unreadable: list[str]
 
@@ -185,6 +204,8 @@ def fleet(views: Sequence[HostView]) -> Fleet:
             FleetHost(
                 host=view.host,
                 persisted=view.standing,
+                time=view.stands.time if view.stands and view.standing != "NONE" else None,
+                left_out=view.left_out.time if view.left_out else None,
                 reports=view.reports,
                 unreadable=[path.name for path in view.unreadable],
             )

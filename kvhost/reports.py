@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,10 @@ class Report(BaseModel):
     persisted: Persisted
     results: list[Result] = Field(min_length=1)
     versions: dict[str, str]
+    receipt: str | None = Field(
+        default=None,
+        description="SHA-256 of the receipt of the host that was tested; null: not known.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +118,34 @@ class Report(BaseModel):
         """The verdict that decides, see ``result``."""
         return self.result.verdict
 
+    @property
+    def left_out(self) -> bool:
+        """Whether a test was left out because the server was in use, and what was tested before it
+        all passed: such a run takes nothing away from an earlier verdict."""
+        refused = [one for one in self.results if one.evidence.refused is not None]
+        tested = [one for one in self.results if one.evidence.refused is None]
+        return bool(refused) and all(one.verdict.persisted == "PASS" for one in tested)
+
+
+def standing(newest_first: Iterable[Report | None]) -> tuple[Report | None, Report | None]:
+    """The report whose verdict stands, and the newest one if that was left out since.
+
+    A verdict stands for the receipt it was given for, and for no other: where a receipt is another
+    or is not known, the newest report stands. None in ``newest_first`` is a file that is no report,
+    behind which nothing stands.
+    """
+    reports = iter(newest_first)
+    newest = next(reports, None)
+    if newest is None or not newest.left_out:
+        return newest, None
+    for earlier in reports:
+        if earlier is None:
+            break
+        if not earlier.left_out:
+            same = earlier.receipt is not None and earlier.receipt == newest.receipt
+            return (earlier, newest) if same else (newest, None)
+    return newest, None
+
 
 def host_folder(host: str) -> str:
     """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
@@ -128,9 +160,13 @@ def host_folder(host: str) -> str:
 
 
 def make_report(
-    host: str, results: Sequence[tuple[Verdict, Evidence | ForeignEvidence]], at: datetime
+    host: str,
+    results: Sequence[tuple[Verdict, Evidence | ForeignEvidence]],
+    at: datetime,
+    receipt: str | None = None,
 ) -> Report:
-    """A report of one run, at least one event; ``at`` must carry a time zone."""
+    """A report of one run, at least one event; ``at`` must carry a time zone. ``receipt``: SHA-256
+    of what the host's receipt says."""
     versions = {"kvhost": __version__}
     for _, evidence in results:
         versions |= evidence.versions
@@ -140,6 +176,7 @@ def make_report(
         persisted=worst(verdict.persisted for verdict, _ in results),
         results=[Result(verdict=verdict, evidence=evidence) for verdict, evidence in results],
         versions=versions,
+        receipt=receipt,
     )
 
 
@@ -192,6 +229,32 @@ def latest_report(folder: Path, host: str) -> Report | None:
     """The newest report of a host, None when there is none. Raises as load_report does."""
     found = list_reports(folder, host)
     return load_report(found[-1]) if found else None
+
+
+def standing_report(folder: Path, host: str) -> tuple[Report | None, Report | None]:
+    """As standing(), of the reports kept of a host; older ones are read only where they count.
+
+    Raises as load_report does for the newest.
+    """
+    return standing(newest_first(list_reports(folder, host)))
+
+
+def newest_first(paths: Sequence[Path]) -> Iterable[Report | None]:
+    """The reports of one host, read as they are asked for; None for a file that is none of its.
+
+    Raises OSError or ValueError (why_no_report tells) where that is the newest.
+    """
+    for path in reversed(paths):
+        try:
+            report = load_report(path)
+            if host_folder(report.host) != path.parent.name:  # moved here by hand
+                raise ValueError(f"it is a report of {report.host!r}")
+        except (OSError, ValueError):
+            if path == paths[-1]:
+                raise
+            yield None
+        else:
+            yield report
 
 
 def json_schema() -> dict[str, Any]:

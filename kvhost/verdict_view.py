@@ -63,11 +63,24 @@ def verdict_table(host: str, verdict: Verdict) -> RenderableType:
     return Group(*parts)
 
 
+def left_out_line(report: Report) -> Text:
+    """That the newest test was not made, when, and why: the verdict above it stands."""
+    words = (
+        f"{printable(report.host)}: a later test, of {report.time}, was left out: the server was "
+        "in use. When it may be disturbed: kvhost verify --disrupt"
+    )
+    return Text(words, "yellow")
+
+
 def history_line(report: Report) -> Text:
-    """One report in one line, for lists: the event that decides, and how many others there were."""
+    """One report in one line, for lists: the event that decides, how many others there were, and
+    the times to the first token, cold and after the restart. At most 80 columns, for most hosts."""
     verdict, others = report.verdict, len(report.results) - 1
     text = Text(f"{report.time}  {printable(report.host)}  ")
     text.append(f"{verdict.persisted:<12}", _COLOUR[verdict.persisted])
     text.append(f"  {verdict.event}" + (f" and {others} more" if others else ""))
-    text.append(f"  worth it {verdict.worth_it:<7}  {seconds(verdict)}")
+    text.append(f"  worth it {verdict.worth_it}")
+    times = (verdict.ttft_cold_s, verdict.ttft_restored_s)
+    if any(s is not None for s in times):
+        text.append("  " + " -> ".join("?" if s is None else f"{s:.2f} s" for s in times))
     return text

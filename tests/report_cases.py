@@ -19,15 +19,19 @@ UNKNOWING = "real: on tmpfs"
 REFUSED = "real: in use"
 
 
-def report_of(case: str, host: str = "web-1", at: datetime = NOON) -> reports.Report:
+def report_of(
+    case: str, host: str = "web-1", at: datetime = NOON, receipt: str | None = None
+) -> reports.Report:
     """The report that a run of one of verdict_cases.CASES would have given."""
     found = next(one for one in CASES if one.name == case)
     evidence = Evidence.model_validate(evidence_of(found))
-    return reports.make_report(host, [(judge(evidence), evidence)], at)
+    return reports.make_report(host, [(judge(evidence), evidence)], at, receipt)
 
 
-def keep(folder: Path, case: str, host: str = "web-1", day: int = 0) -> reports.Report:
+def keep(
+    folder: Path, case: str, host: str = "web-1", day: int = 0, receipt: str | None = None
+) -> reports.Report:
     """The same, written to ``folder``, so many days after the first."""
-    report = report_of(case, host, NOON + timedelta(days=day))
+    report = report_of(case, host, NOON + timedelta(days=day), receipt)
     reports.write_report(folder, report)
     return report

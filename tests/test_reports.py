@@ -115,6 +115,85 @@ def test_an_old_file_that_is_no_report_takes_no_verdict_away(kept: Path) -> None
     assert (view.standing, len(view.unreadable)) == ("PASS", 1)
 
 
+# -- which verdict stands ---------------------------------------------------------------------
+
+#: (case, receipt) of each run, oldest first -> the verdict that stands, exit code, and whether a
+#: later test is said to be left out
+STANDS: list[tuple[str, list[tuple[str, str | None]], str, int, bool]] = [
+    ("left out after a PASS", [(PASSING, "r"), (REFUSED, "r")], "PASS", 0, True),
+    ("twice", [(PASSING, "r"), (REFUSED, "r"), (REFUSED, "r")], "PASS", 0, True),
+    ("after a FAIL", [(PASSING, "r"), (FAILING, "r"), (REFUSED, "r")], "FAIL", 1, True),
+    ("on what was changed since", [(PASSING, "r"), (REFUSED, "s")], "INCONCLUSIVE", 2, False),
+    ("on what is not known", [(PASSING, None), (REFUSED, None)], "INCONCLUSIVE", 2, False),
+    ("and tested again", [(PASSING, "r"), (REFUSED, "r"), (FAILING, "r")], "FAIL", 1, False),
+    ("behind no report", [(PASSING, "r"), ("", None), (REFUSED, "r")], "INCONCLUSIVE", 2, False),
+    ("newest is no report", [(PASSING, "r"), ("", None)], "NONE", 2, False),
+]
+
+
+@pytest.mark.parametrize(("name", "runs", "stands", "code", "said"), STANDS)
+def test_the_verdict_that_stands_is_the_last_one_that_was_made(
+    name: str,
+    runs: list[tuple[str, str | None]],
+    stands: str,
+    code: int,
+    said: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVHOST_REPORTS", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    keep(tmp_path, PASSING, "other", receipt="r")  # another host's verdict counts for itself alone
+    for day, (case, receipt) in enumerate(runs):
+        if case:
+            keep(tmp_path, case, "web-1", day, receipt)
+        else:
+            (tmp_path / "web-1" / f"2026-03-{day + 1:02}T120005Z.json").write_text("{}")
+    done = CliRunner().invoke(cli.main, ["status"])
+    assert done.exit_code == code, done.output
+    later = f"web-1: a later test, of 2026-03-0{len(runs)}T120005Z, was left out: the server was in"
+    assert (later in done.stdout, "other: a later" in done.stdout) == (said, False)
+    as_json = CliRunner().invoke(cli.main, ["status", "--json"])
+    assert (as_json.exit_code, later in as_json.stderr) == (code, said)
+    told = json.loads(as_json.stdout)
+    assert stands == (told["web-1"]["persisted"] if "web-1" in told else "NONE")
+    host = next(h for h in json.loads(run("--json")[1])["hosts"] if h["host"] == "web-1")
+    assert host["persisted"] == stands and bool(host["left_out"]) == said
+    assert host["time"] == (told["web-1"]["time"] if "web-1" in told else None)
+    for words in ((), ("web-1",)):
+        text = run(*words)[1]
+        assert (later in text) == said
+        assert stands == "NONE" or f"persisted {stands}" in text or f"  {stands} " in text
+    views = load_hosts(tmp_path, "web-1")
+    tags = {e.tag for e in ElementTree.fromstring(junit(views)).iter()} & {"failure", "error"}
+    assert tags == {"PASS": set(), "FAIL": {"failure"}}.get(stands, {"error"})
+    assert faults(junit(views)) == []
+    for page in (report_html.host_page(views[0]), report_html.fleet_page(views)):
+        assert ("was left out" in page) == said and f"persisted {stands}"[10:] in page
+
+
+def test_what_was_tested_before_it_was_left_out_counts() -> None:
+    def left_out(*found: tuple[Event, str]) -> bool:
+        return several(*found).left_out
+
+    assert left_out(("both", REFUSED))
+    assert left_out(("cache", PASSING), ("both", REFUSED))
+    assert not left_out(("cache", PASSING))
+    assert not left_out(("cache", FAILING), ("both", REFUSED))
+    assert not left_out(("cache", UNKNOWING), ("both", REFUSED))
+
+
+@pytest.mark.parametrize("words", [["status"], ["report"], ["report", "web-1"]])
+def test_a_line_of_history_fits_a_terminal(
+    words: list[str], kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(kept / reports.host_folder(HOSTILE))
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(cli.main, words).stdout
+    lines = [line for line in text.splitlines() if line.startswith("2026-")]
+    assert "worth it yes  10.25 s -> " in text and max(map(len, lines)) <= 80
+
+
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -157,6 +236,15 @@ def test_json_and_history_together_are_refused(kept: Path) -> None:
 def test_a_file_that_cannot_be_written_is_an_error(kept: Path) -> None:
     code, _, error = run("--junit", f"{kept}/web-1/2026-03-01T120005Z.json/x.xml")
     assert code == 1 and "not written" in error
+
+
+@pytest.mark.parametrize("option", ["--html", "--junit"])
+def test_a_folder_that_is_not_there_is_an_error_and_not_made(
+    option: str, kept: Path, tmp_path: Path
+) -> None:
+    code, text, error = run(option, str(tmp_path / "no/such/place"))
+    assert (code, text) == (1, "") and "not written" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_host_name_cannot_steer_the_terminal(kept: Path) -> None:
@@ -245,9 +333,9 @@ def faults(text: str) -> list[str]:
 
 
 def test_junit_has_the_common_shape_and_every_condition(kept: Path, tmp_path: Path) -> None:
-    code, text, _ = run("--junit", str(tmp_path / "ci" / "kvhost.xml"))
+    code, text, _ = run("--junit", str(tmp_path / "kvhost.xml"))
     assert (code, text) == (0, "")
-    written = (tmp_path / "ci" / "kvhost.xml").read_text()
+    written = (tmp_path / "kvhost.xml").read_text()
     assert faults(written) == []
     root = ElementTree.fromstring(written)
     (case,) = root.findall("testsuite[@name='web-1']/testcase")

@@ -33,9 +33,9 @@ from kvhost.evidence_model import parse_events
 from kvhost.onhost.ready import own_requests
 from kvhost.reports import (
     check_writable,
-    latest_report,
     make_report,
     reports_dir,
+    standing_report,
     tell_summary,
     write_report,
 )
@@ -204,7 +204,7 @@ def tell_last(run: Run, known: dict[str, Any]) -> None:
     judged(run.host, "PASS", str(known.get("time")))
     tell_summary(run.host, persisted="PASS", time=str(known.get("time")))
     try:
-        last = latest_report(reports_dir(), run.host)
+        last, _ = standing_report(reports_dir(), run.host)
     except (OSError, ValueError) as error:  # a file of another's: the verdict is the host's
         logger.warning(f"    [{run.host}] the newest report is not readable: {error}")
         last = None
@@ -269,7 +269,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         return False
     limits = Thresholds(min_hit=run.settings.verify_min_hit)
     results = [(judge(evidence, limits), evidence) for evidence in events]
-    report = make_report(run.host, results, datetime.now(UTC))
+    report = make_report(run.host, results, datetime.now(UTC), digest)
     try:
         path = write_report(reports_dir(), report)
     except OSError as error:  # the disk filled up while the test ran
@@ -294,7 +294,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     logger.info(f"    [{run.host}] report: {path}")
     tell_summary(run.host, persisted=report.persisted, time=report.time)
     judged(run.host, report.persisted, report.time)
-    if code == IN_USE:
+    if report.left_out:
         back = f"if [ -e {before} ]; then mv -f {before} {stands}; fi"
         host.run_shell_command(StringCommand(back), **how)
         return False
