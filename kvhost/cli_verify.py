@@ -94,7 +94,9 @@ def last_verdicts() -> tuple[list[Report], dict[str, Report], int]:
     folders: dict[Path, list[Path]] = {}
     for path in list_reports(reports_dir()):  # oldest first
         folders.setdefault(path.parent, []).append(path)
-    reports, left_out, missing = [], {}, 0
+    reports: list[Report] = []
+    left_out: dict[str, Report] = {}
+    missing = 0
     for paths in folders.values():
         try:
             report, later = standing(newest_first(paths))
@@ -105,5 +107,6 @@ def last_verdicts() -> tuple[list[Report], dict[str, Report], int]:
             continue
         if report is not None:
             reports.append(report)
-            left_out |= {report.host: later} if later is not None else {}
+        if report is not None and later is not None:
+            left_out[report.host] = later
     return reports, left_out, missing
