@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 import sys
+from pathlib import Path
 from typing import Literal
 
 API_KEY_VARIABLE = "KVHOST_API_KEY"
@@ -12,6 +14,14 @@ SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
 Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+
+
+def text_of(path: Path) -> str:
+    """A file of UTF-8. Raises OSError, also for what is no file (a pipe would be waited for), and
+    UnicodeDecodeError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path.read_text(encoding="utf-8")
 
 
 def lenient_output() -> None:

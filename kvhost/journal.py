@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -141,6 +142,8 @@ def read_journal(path: Path) -> Told:
     Raises OSError.
     """
     told = Told()
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        raise OSError(f"{path} is not a regular file")
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             _take(told, json.loads(line))

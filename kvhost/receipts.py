@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvhost.basics import text_of
 from kvhost.reports import TIME_FORMAT, host_folder
 from kvhost.working_copy import root
 
@@ -91,7 +92,7 @@ def load(folder: Path, host: str) -> Kept:
     """Raises NoReceipt."""
     path = path_of(folder, host)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text_of(path))
     except FileNotFoundError:
         raise NoReceipt(f"this controller keeps no receipt of {host} ({path})") from None
     except (OSError, ValueError, RecursionError) as error:

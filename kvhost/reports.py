@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvhost import __version__, journal
-from kvhost.basics import SUMMARY_VARIABLE
+from kvhost.basics import SUMMARY_VARIABLE, text_of
 from kvhost.evidence_model import Evidence
 from kvhost.foreign_model import ForeignEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
@@ -209,7 +209,7 @@ def list_reports(folder: Path, host: str | None = None) -> list[Path]:
 
 def load_report(path: Path) -> Report:
     """Raises OSError, or pydantic.ValidationError for another schema or a damaged file."""
-    return Report.model_validate_json(path.read_text(encoding="utf-8"))
+    return Report.model_validate_json(text_of(path))
 
 
 def why_no_report(path: Path) -> str:

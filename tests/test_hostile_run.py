@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli, journal, receipts, running
-from kvhost.reports import check_writable
+from kvhost.reports import check_writable, load_report
 from kvhost.working_copy import make
 
 pytestmark = pytest.mark.fleet
@@ -127,10 +127,22 @@ def test_damaged_receipts(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(receipts.NoReceipt, match="cannot be read"):
             receipts.load(tmp_path, "a")
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(receipts.NoReceipt, match="cannot be read"):
-        receipts.load(tmp_path, "a")
+    for odd in (Path.mkdir, os.mkfifo):
+        path.unlink(missing_ok=True)
+        odd(path)
+        with pytest.raises(receipts.NoReceipt, match="cannot be read"):
+            receipts.load(tmp_path, "a")
+        if path.is_dir():
+            path.rmdir()
+
+
+def test_a_report_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        load_report(tmp_path / "x.json")
+    os.mkfifo(tmp_path / "x.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        journal.read_journal(tmp_path / "x.jsonl")
 
 
 def test_a_receipt_that_cannot_be_set_aside(
