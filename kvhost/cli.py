@@ -127,9 +127,10 @@ def up(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> what differs.")
 @passed_on
 def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
-    """What of the hosts is not as settings, lock and the last run's receipt say.
+    """What is no longer as it was made.
 
-    Changes nothing. Exit: 0 no drift; 2 drift; 1 a host could not be reached or looked at.
+    Each host is compared with its settings, its lock and the last run's receipt. Changes nothing.
+    Exit: 0 no drift; 2 drift; 1 a host could not be reached or looked at.
     """
     from kvhost import cli_drift
 
@@ -141,8 +142,9 @@ def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
 @click.argument("host")
 @passed_on
 def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
-    """Provision a fresh machine in the place of HOST, and compare it with what HOST was.
+    """Provision a fresh machine in HOST's place.
 
+    Then its receipt is compared with what HOST was.
     Exit: 0 its receipt equals the one kept; 2 it differs; 1 or 2 as of up if that failed.
     """
 
@@ -295,6 +297,9 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         )
     if back:
         return 1
+    if code == cli_up.INTERRUPTED:
+        click.echo("the run was broken off, see above")
+        return code
     if not verdicts:
         untested = not code and bool(entries)
         click.echo(

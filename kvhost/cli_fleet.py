@@ -131,8 +131,9 @@ def _alone(top: Path) -> Iterator[None]:
 @inventory_group.command("new-key")
 @click.argument("name")
 def inventory_new_key(name: str) -> None:
-    """Forget the host key of NAME: its address is known to be another machine now.
+    """Forget the host key of NAME.
 
+    Its address is known to be another machine now.
     The next connection keeps the key that it is shown. What was known stays as a comment.
     """
     top = copy_root()

@@ -19,12 +19,18 @@ NODE_PORT = 9100
 
 @click.group("monitoring")
 def monitoring_group() -> None:
-    """Alert rules, dashboard and targets for Prometheus and Grafana (docs/monitoring.md)."""
+    """What Prometheus and Grafana are given.
+
+    Alert rules, a dashboard and targets: docs/monitoring.md.
+    """
 
 
 @monitoring_group.command()
 def rules() -> None:
-    """Print the alert rules: kvhost monitoring rules > /etc/prometheus/kvhost-rules.yml"""
+    """Print the alert rules.
+
+    kvhost monitoring rules > /etc/prometheus/kvhost-rules.yml
+    """
     click.echo(file_text("rules"), nl=False)
 
 
@@ -43,8 +49,9 @@ def dashboard() -> None:
 def scrape(
     context: click.Context, inventory: str, port: int, pyinfra_args: tuple[str, ...]
 ) -> None:
-    """Print the hosts of the inventory as targets of Prometheus (file_sd_configs).
+    """Print the hosts as targets of Prometheus.
 
+    In the form of file_sd_configs.
     Exit: 0 all hosts that were asked write their figures; 1 one does not, or gave no answer.
     """
     with stdout_kept() as stdout:  # a file is made of it

@@ -44,7 +44,8 @@ def _bytes(gib: float | None) -> int | None:
     "--kv-dtype",
     default="auto",
     show_default=True,
-    help="bf16, fp16, fp8; of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.",
+    help="bf16 (or bfloat16), fp16 (float16), fp32, fp8; "
+    "of llama.cpp: q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.",
 )
 @click.option(
     "--state-dtype",

@@ -23,6 +23,8 @@ BLOCK = 32
 _ALIASES = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
             "fp32": "float32", "f32": "float32", "float": "float32"}  # fmt: skip
 DTYPES = (*DTYPE_BYTES, *BLOCK_BYTES)
+#: as --help says them
+_SHOWN = ("bf16 (or bfloat16)", "fp16 (float16)", "fp32 (float32)", *DTYPES[3:])
 
 
 class SizeError(ValueError):
@@ -33,7 +35,7 @@ def dtype_named(name: str) -> str:
     """The one name of a dtype. Raises SizeError for one that is not known."""
     found = _ALIASES.get(name.lower(), name.lower())
     if found not in DTYPES:
-        raise SizeError(f"KV dtype {name!r} is not known; one of {', '.join(DTYPES)}")
+        raise SizeError(f"KV dtype {name!r} is not known; one of {', '.join(_SHOWN)}")
     return found
 
 

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from kvhost import cli, cli_matrix
+from kvhost.basics import EXIT_CODES
+from kvhost.cli_up import INTERRUPTED
 from kvhost.matrix import load_matrix
 from kvhost.reports import tell_summary
+from kvhost.sizing import DTYPES, SizeError, dtype_named
 
 
 def run(*words: str) -> tuple[int, str]:
     done = CliRunner().invoke(cli.main, list(words))
     return done.exit_code, done.output
+
+
+def groups(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of the command and of all below it that have commands."""
+    if isinstance(command, click.Group):
+        yield words
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from groups(found, (*words, name))
+
+
+def test_no_help_has_a_sentence_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    every = list(groups(cli.main))
+    assert {(), ("inventory",), ("monitoring",)} <= set(every)
+    for words in every:
+        done = CliRunner().invoke(
+            cli.main, [*words, "--help"], prog_name="kvhost", max_content_width=80
+        )
+        assert "..." not in done.output.partition("Commands:")[2], done.output
+        assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for name in cli.main.list_commands(click.Context(cli.main)):
+        assert re.search(rf"(kvhost|bin/|;) ?{name}\b", text), name
+
+
+@pytest.mark.parametrize("command", ["up", "verify"])
+def test_the_help_of_a_run_tells_every_exit_code(command: str) -> None:
+    text = " ".join(run(command, "--help")[1].split())
+    for code in (*EXIT_CODES.values(), INTERRUPTED):
+        assert f" {code} " in text.partition("Exit:")[2], text
 
 
 @pytest.mark.parametrize("command", ["up", "verify", "plan"])
@@ -39,6 +81,15 @@ def test_no_lock_of_the_matrix_has_its_name_cut(monkeypatch: pytest.MonkeyPatch)
     assert code == 0
     for name in load_matrix(cli_matrix.locks_dir()).locks:
         assert name in text
+
+
+def test_a_dtype_is_called_by_the_names_that_the_help_says() -> None:
+    told = " ".join(run("size", "--help")[1].split()).partition("; of llama.cpp")[0]
+    for name in re.findall(r"[a-z]+[0-9]+", told.partition("--kv-dtype TEXT ")[2]):
+        assert dtype_named(name) in DTYPES
+    with pytest.raises(SizeError, match=re.escape("one of bf16 (or bfloat16), fp16 (float16), ")):
+        dtype_named("int3")
+    assert "bf16 (or bfloat16), fp16 (float16)" in told
 
 
 @pytest.mark.parametrize("words", [("--service", "foo"), ("--level", "loud")])
@@ -67,6 +118,7 @@ RUNS: list[tuple[int, list[dict[str, str]], int, str]] = [
     (0, [STARTED], 0, "verify is never"),
     (0, [], 1, "the run failed"),
     (1, [STARTED], 1, "the run failed"),
+    (INTERRUPTED, [STARTED, verdict("PASS")], INTERRUPTED, "broken off"),
 ]
 
 
