@@ -20,7 +20,7 @@ from kvhost import known_hosts, look
 from kvhost._problems import Refusal, short
 from kvhost.basics import printable
 from kvhost.cli_care import ask
-from kvhost.cli_run import FLEET_INVENTORY, copy_root, pyinfra
+from kvhost.cli_run import FLEET_INVENTORY, copy_root, fleet_hosts, pyinfra
 from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, load_fleet
 from kvhost.fleet_model import host_name
 from kvhost.fleet_yaml import FleetError, read_yaml, yaml
@@ -46,7 +46,11 @@ def init(folder: Path) -> None:
         click.echo(f"{name}: changed by you and by this version; the new one is {name}.new")
     for name in made.removed:
         click.echo(f"{name}: no longer part of kvhost, removed")
-    click.echo(f"{folder}: {len(made.written)} files written. Next: cd {folder}; kvhost plan")
+    try:
+        step = "kvhost plan" if fleet_hosts(folder) else 'kvhost inventory add "ssh root@…"'
+    except FleetError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{folder}: {len(made.written)} files written. Next: cd {folder}; {step}")
 
 
 @click.group("inventory")

@@ -9,8 +9,8 @@ from kvhost.cli_run import default_inventory
 inventory_option = click.option(
     "--inventory",
     default=default_inventory,
-    help="pyinfra inventory. Without it: the hosts of fleet.yaml, and where there are none the "
-    "machine that you are on (inventory.py).",
+    help="pyinfra inventory; inventory.py is the machine that you are on. Without it: the hosts of "
+    "fleet.yaml, and in a clone of the repository, where there are none, inventory.py.",
 )
 
 

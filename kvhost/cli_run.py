@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from kvhost import running
+from kvhost.fleet_yaml import Fault, FleetError, read_yaml
 from kvhost.run_log import secrets_of_env
-from kvhost.working_copy import CopyError, check_version, root
+from kvhost.working_copy import MARK, CopyError, check_version, root
 
 FLEET_INVENTORY = "inventories/fleet.py"
 
@@ -26,16 +27,38 @@ def copy_root() -> Path:
 
 
 def default_inventory() -> str:
-    """The fleet where fleet.yaml names hosts, else this machine."""
-    path = copy_root() / "fleet.yaml"
-    if not os.path.lexists(path):  # a link to nowhere is a fault of the fleet, not this machine
-        return "inventory.py"
-    from kvhost.fleet_yaml import FleetError, read_yaml
+    """The fleet where fleet.yaml names hosts. Else in a clone this machine, as README.md begins.
 
+    Raises click.UsageError in a copy that `kvhost init` made: there nobody asked for this machine.
+    """
+    top = copy_root()
     try:
-        return FLEET_INVENTORY if read_yaml(path).get("hosts") else "inventory.py"
+        hosts = fleet_hosts(top)
     except FleetError:
         return FLEET_INVENTORY  # which says what is wrong with it
+    made = (top / MARK).is_file()
+    if not hosts and made:
+        raise click.UsageError(
+            f'no host yet in {top / "fleet.yaml"}: kvhost inventory add "ssh root@…", or '
+            "--inventory inventory.py for this machine"
+        )
+    if not hosts:
+        return "inventory.py"
+    if not made and "@local" not in hosts:
+        count = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+        click.echo(f"fleet.yaml: {count}; this machine is not among them", err=True)
+    return FLEET_INVENTORY
+
+
+def fleet_hosts(top: Path) -> list[str]:
+    """Names of the hosts in fleet.yaml; none where there is no such file. Raises FleetError."""
+    path = top / "fleet.yaml"
+    if not os.path.lexists(path):  # a link to nowhere is a fault of the fleet, not no fleet
+        return []
+    hosts = read_yaml(path).get("hosts") or {}
+    if not isinstance(hosts, dict):
+        raise FleetError(path, [Fault(1, "hosts", "must be keys with values", "hosts: {}")])
+    return [str(name) for name in hosts]
 
 
 def fleet_secrets(top: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from kvhost._problems import Refusal, holds_a_secret, nearest, short
 from kvhost.basics import printable
-from kvhost.fleet_model import FleetFile, Group, HostEntry, SecretRef, jump_parts
+from kvhost.fleet_model import LOCAL, FleetFile, Group, HostEntry, SecretRef, jump_parts
 from kvhost.fleet_yaml import Fault, FleetError, line_of, plain, read_yaml
 from kvhost.schema_drives import HOST_DATA_ONLY
 from kvhost.secrets import Secret, SecretError, read_secret
@@ -141,6 +141,11 @@ def _groups_known(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
                 )
     addresses: dict[tuple[str, int, str | None], str] = {}
     for name, entry in file.hosts.items():
+        if (name == LOCAL) != (entry.address == LOCAL):  # pyinfra takes it by this name alone
+            loc2 = ("hosts", name, "address")
+            what = "this machine is called @local, and nothing else is"
+            write = '"@local": {address: "@local"}'
+            yield Fault(line_of(root, loc2), _named(loc2), what, write)
         place = (entry.address, entry.port, entry.jump)
         if place in addresses:
             loc2 = ("hosts", name, "address")
@@ -327,6 +332,8 @@ def connection_data(
     fleet: Fleet, entry: HostEntry, secrets: Mapping[str, Secret], ssh_config: Path
 ) -> dict[str, Any]:
     """pyinfra's own keys for one host."""
+    if entry.address == LOCAL:
+        return {"_sudo": True} if entry.sudo else {}
     known = "/dev/null" if entry.host_key == "any" else str(fleet.folder / KNOWN_HOSTS)
     data: dict[str, Any] = {
         "ssh_hostname": entry.address,

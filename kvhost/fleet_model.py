@@ -29,6 +29,9 @@ _LOGIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,127}")
 _TAKEN = frozenset({"all", "fleet", "home", "vm", "pod"})
 #: below it a pod keeps everything
 VOLUME_BASE = "kvhost"
+#: name and address of the machine that kvhost is started on; nothing connects to it
+LOCAL = "@local"
+CONNECTING = ("user", "port", "key", "jump", "password", "sudo_password", "transfer", "host_key")
 
 Role = Literal["home", "vm", "pod"]
 
@@ -50,6 +53,8 @@ def group_name(value: str) -> str:
 
 
 def host_name(value: str) -> str:
+    if value == LOCAL:
+        return value
     if not _HOST.fullmatch(value):
         raise Refusal("must be letters, digits and . _ -, at most 61", "gpu-1")
     if value in _TAKEN:
@@ -58,6 +63,8 @@ def host_name(value: str) -> str:
 
 
 def _address(value: str) -> str:
+    if value == LOCAL:
+        return value
     if "@" in value or "://" in value or not address_like(value):
         raise Refusal("must be a name or an IP address alone; user and port have keys of their own",
                       "203.0.113.7")  # fmt: skip
@@ -170,6 +177,10 @@ class HostEntry(_Strict):
             )
         if self.sudo_password is not None and not self.sudo:
             raise Refusal("sudo_password is given, and sudo is not asked for", "sudo: true")
+        useless = [key for key in CONNECTING if key in self.model_fields_set]
+        if self.address == LOCAL and useless:
+            what = f"nothing connects to this machine: {', '.join(useless)} means nothing here"
+            raise Refusal(what, 'address: "@local", and sudo: true if sudo asks for no password')
         return self
 
     def from_role(self) -> dict[str, Any]:

@@ -18,7 +18,8 @@ MARK = ".kvhost/copy.json"
 PACKAGE = Path(__file__).resolve().parent
 _FLEET = """\
 # Hosts, groups and settings: docs/fleets.md. `kvhost inventory add "ssh root@… -p …"` adds a host.
-# Used by: kvhost up --inventory inventories/fleet.py (the default in this directory)
+# Every command in this directory takes these hosts, and none while there is none here: the machine
+# that you are on is --inventory inventory.py, or a host "@local": {address: "@local"}.
 settings: {}        # of all hosts, for example cache_limit_gib: 200
 groups: {}          # NAME: {settings: {…}}
 hosts: {}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -103,7 +104,8 @@ def test_a_fleet_that_cannot_be_read_is_not_this_machine(
     """A link to nowhere, or to itself: else `kvhost up` would provision the controller."""
     make(tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    assert default_inventory() == "inventory.py"
+    with pytest.raises(click.UsageError, match="no host yet"):
+        default_inventory()
     Path("fleet.yaml").unlink()
     Path("fleet.yaml").symlink_to(target)
     assert default_inventory() == "inventories/fleet.py"

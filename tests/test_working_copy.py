@@ -13,8 +13,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from kvhost import _copied, running, working_copy
+from kvhost import _copied, cli_run, running, working_copy
+from kvhost.cli import main
+from kvhost.fleet import load_fleet, pyinfra_hosts
 from kvhost.run_log import KEPT, Mask, open_log
 from tests.e2e_tools import make_site
 
@@ -57,6 +60,49 @@ def test_one_fleets_settings_do_not_reach_another_by_a_clone(tmp_path: Path) -> 
         assert (out / name).read_text() == (clone / "pristine" / name).read_text()
     for name in ("group_data/gpu_a.py", "inventories/mine.py", "hosts.py", "pristine"):
         assert not (out / name).exists(), name
+
+
+def test_a_copy_without_a_host_is_not_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `kvhost up` there would provision the laptop; every command with an inventory asks."""
+    working_copy.make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    asking = [
+        name
+        for name, command in (
+            (name, main.get_command(None, name)) for name in main.list_commands(None)
+        )
+        if any(option.name == "inventory" for option in command.params)
+    ]
+    assert {"up", "plan", "verify", "storage", "drives", "release", "grow"} <= set(asking)
+    for name in asking:
+        done = CliRunner().invoke(main, [name, *(["gpu1"] if name == "rebuild" else [])])
+        assert done.exit_code == 2, (name, done.output)
+        assert "no host yet" in done.output, name
+        assert "--inventory inventory.py for this machine" in done.output
+    assert CliRunner().invoke(main, ["up", "--help"]).exit_code == 0
+    assert list(tmp_path.glob("logs/*")) == []
+
+
+def test_a_clone_is_this_machine_until_its_fleet_has_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_run, "root", lambda: tmp_path)
+    assert cli_run.default_inventory() == "inventory.py"
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("hosts: {}\n")
+    assert cli_run.default_inventory() == "inventory.py"
+    assert capsys.readouterr().err == ""
+    fleet.write_text("hosts:\n  one: {address: 192.0.2.1}\n")
+    assert cli_run.default_inventory() == "inventories/fleet.py"
+    told = "fleet.yaml: 1 host; this machine is not among them\n"
+    assert capsys.readouterr().err == told
+    fleet.write_text('hosts:\n  one: {address: 192.0.2.1}\n  "@local": {address: "@local"}\n')
+    assert cli_run.default_inventory() == "inventories/fleet.py"
+    assert capsys.readouterr().err == ""
+    groups = pyinfra_hosts(load_fleet(fleet), {})
+    assert dict(groups["all"])["@local"] == {}
 
 
 @pytest.mark.parametrize("name", _copied.EDITED)
@@ -140,7 +186,7 @@ def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: b
     assert not [name for name in ("deploys", "tests", "deploy.py", "config.py")
                 if (site / name).exists()]  # fmt: skip
     run(kvhost, "init", "mine", cwd=tmp_path)
-    planned = run(kvhost, "plan", "--json", "--data", "base_dir=/var/lib/kvhost-wheel",
+    planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json", "--data", "base_dir=/var/lib/kvhost-wheel",
                   cwd=tmp_path / "mine/locks")  # fmt: skip
     line = next(line for line in planned.splitlines() if line.startswith('{"@local"'))
     assert json.loads(line)["@local"]["actions"]
