@@ -6,12 +6,13 @@ import click
 
 from kvhost.cli_run import default_inventory
 
-inventory_option = click.option(
-    "--inventory",
-    default=default_inventory,
-    help="pyinfra inventory; inventory.py is the machine that you are on. Without it: the hosts of "
-    "fleet.yaml, and in a clone of the repository, where there are none, inventory.py.",
+_INVENTORY = (
+    "pyinfra inventory; inventory.py is the machine that you are on. Without it: the hosts of "
+    "fleet.yaml, and in a clone of the repository, where there are none, inventory.py."
 )
+inventory_option = click.option("--inventory", default=default_inventory, help=_INVENTORY)
+#: where it may turn out that no inventory is needed; the command asks default_inventory()
+inventory_if_needed = click.option("--inventory", help=_INVENTORY)
 
 
 def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from kvhost import running
-from kvhost.fleet_yaml import Fault, FleetError, read_yaml
 from kvhost.run_log import secrets_of_env
 from kvhost.working_copy import MARK, CopyError, check_version, root
 
@@ -31,6 +30,8 @@ def default_inventory() -> str:
 
     Raises click.UsageError in a copy that `kvhost init` made: there nobody asked for this machine.
     """
+    from kvhost.fleet_yaml import FleetError
+
     top = copy_root()
     try:
         hosts = fleet_hosts(top)
@@ -55,6 +56,8 @@ def fleet_hosts(top: Path) -> list[str]:
     path = top / "fleet.yaml"
     if not os.path.lexists(path):  # a link to nowhere is a fault of the fleet, not no fleet
         return []
+    from kvhost.fleet_yaml import Fault, FleetError, read_yaml
+
     hosts = read_yaml(path).get("hosts") or {}
     if not isinstance(hosts, dict):
         raise FleetError(path, [Fault(1, "hosts", "must be keys with values", "hosts: {}")])

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from kvhost import cli
 from kvhost.basics import Persisted, printable
-from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_option, passed_on
+from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_if_needed, passed_on
+from kvhost.cli_run import default_inventory
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
 from kvhost.reports import (
@@ -27,7 +28,7 @@ from kvhost.verdict_view import history_line, left_out_line, verdict_table
 
 
 @click.command(context_settings=PASS_ALL, epilog=f"{VERDICTS} {MORE}")
-@inventory_option
+@inventory_if_needed
 @click.option("--disrupt", is_flag=True, help="Also on a server that is in use.")
 @click.option(
     "--event",
@@ -39,7 +40,7 @@ from kvhost.verdict_view import history_line, left_out_line, verdict_table
 @url_options
 @passed_on
 def verify(
-    inventory: str,
+    inventory: str | None,
     disrupt: bool,
     events: tuple[str, ...],
     pyinfra_args: tuple[str, ...],
@@ -57,6 +58,7 @@ def verify(
     extra: tuple[str, ...] = ("--data", "disrupt=true") if disrupt else ()
     if events:
         extra += ("--data", f"verify_events={json.dumps(events)}")
+    inventory = inventory or default_inventory()
     sys.exit(cli.run_and_tell(inventory, "verify.py", (*extra, *pyinfra_args)))
 
 

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -68,12 +69,12 @@ def test_a_copy_without_a_host_is_not_this_machine(
     """Else `kvhost up` there would provision the laptop; every command with an inventory asks."""
     working_copy.make(tmp_path)
     monkeypatch.chdir(tmp_path)
+    ctx = click.Context(main)
+    found = {name: main.get_command(ctx, name) for name in main.list_commands(ctx)}
     asking = [
         name
-        for name, command in (
-            (name, main.get_command(None, name)) for name in main.list_commands(None)
-        )
-        if any(option.name == "inventory" for option in command.params)
+        for name, command in found.items()
+        if command and any(option.name == "inventory" for option in command.params)
     ]
     assert {"up", "plan", "verify", "storage", "drives", "release", "grow"} <= set(asking)
     for name in asking:
@@ -82,6 +83,8 @@ def test_a_copy_without_a_host_is_not_this_machine(
         assert "no host yet" in done.output, name
         assert "--inventory inventory.py for this machine" in done.output
     assert CliRunner().invoke(main, ["up", "--help"]).exit_code == 0
+    server = CliRunner().invoke(main, ["verify", "--url", "http://127.0.0.1:1"])
+    assert "--metrics-url: needed" in server.output, "no inventory is needed for it"
     assert list(tmp_path.glob("logs/*")) == []
 
 
@@ -186,7 +189,8 @@ def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: b
     assert not [name for name in ("deploys", "tests", "deploy.py", "config.py")
                 if (site / name).exists()]  # fmt: skip
     run(kvhost, "init", "mine", cwd=tmp_path)
-    planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json", "--data", "base_dir=/var/lib/kvhost-wheel",
+    planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json",
+                  "--data", "base_dir=/var/lib/kvhost-wheel",
                   cwd=tmp_path / "mine/locks")  # fmt: skip
     line = next(line for line in planned.splitlines() if line.startswith('{"@local"'))
     assert json.loads(line)["@local"]["actions"]
