@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from kvhost import __version__, cli_up
+from kvhost import __version__, cli_up, journal
 from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, Persisted, lenient_output, printable
 from kvhost.cli_options import (
     MORE,
@@ -302,9 +302,9 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         return code
     if not verdicts:
         untested = not code and bool(entries)
-        click.echo(
-            "no verdict: " + ("verify is never" if untested else "the run failed, see above")
-        )
+        kept = os.environ.get(journal.VARIABLE)
+        rows = journal.read_journal(Path(kept)).rows.values() if kept else ()
+        click.echo("no verdict: " + ("verify is never" if untested else cli_up.none_done(rows)))
         return 0 if untested else 1
     code_of_all = worst(list(verdicts.values()))
     # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1

@@ -36,7 +36,9 @@ def drift(run: Runner, inventory: str, args: tuple[str, ...], *, as_json: bool) 
         return code
     found: dict[str, Any] = {}
     for name, row in rows.items():
-        why = "it could not be reached" if row.result == "unreachable" else "it gave no answer"
+        why = "it gave no answer"
+        if row.result == "unreachable":
+            why = "it could not be reached" + (f": {row.why}" if row.why else "")
         found[name] = {"status": "unreadable", "rows": [], "unreadable": [why]}
     for told in answers:
         found[told.pop("host")] = told
@@ -67,7 +69,7 @@ def show(found: dict[str, Any]) -> None:
         what = {"same": "no drift", "drift": f"DRIFT, {count} differences"}
         click.echo(f"{printable(host)}: {what.get(told['status'], 'COULD NOT BE COMPARED')}")
     if not found:
-        click.echo("no host could be reached, or the settings cannot be used: see above")
+        click.echo("no host was asked: see above")
 
 
 def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ...]) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,16 +148,32 @@ def _ready(run: Runner, inventory: str, args: tuple[str, ...], path: Path) -> li
             os.environ[journal.VARIABLE] = str(path)
         rows = journal.read_journal(planned).rows if planned.exists() else {}
     if not rows:
-        click.echo("no host could be reached, or the settings cannot be used: see above")
+        click.echo("no host was asked: see above")
         return None
     away = [row.host for row in rows.values() if row.result == "unreachable"]
     journal.tell("hosts", names=list(rows), unreachable=away)
     for row in rows.values():
+        if row.result == "unreachable" and row.why:
+            journal.tell("unreachable", host=row.host, why=row.why)
         if row.result == "refused":
             journal.tell("refused", host=row.host, why=row.why)
         elif row.result not in (*journal.GOOD, "unreachable"):
             journal.tell("error", host=row.host, name="plan")
-    return [row.host for row in rows.values() if row.result in journal.GOOD]
+    ready = [row.host for row in rows.values() if row.result in journal.GOOD]
+    if not ready:
+        click.echo(f"nothing was done: {none_done(rows.values())}")
+        return None
+    return ready
+
+
+def none_done(rows: Iterable[Row]) -> str:
+    """Why a run gave no verdict, from what became of its hosts."""
+    results = {row.result for row in rows}
+    if results == {"unreachable"}:
+        return "no host could be reached, see above"
+    if results and results <= {"unreachable", "refused"}:
+        return "every host that was reached is refused, see above"
+    return "the run failed, see above"
 
 
 def _unhealthy(

@@ -158,12 +158,14 @@ def _take(told: Told, event: dict[str, Any]) -> None:
     elif kind == "end":
         told.ended = True
     elif kind == "hosts":
+        if all(row.result == "unreachable" for row in told.rows.values()):  # in the order of asking
+            told.rows = {n: told.rows.get(n, Row(n)) for n in event["names"]} | told.rows
         for name in event["names"]:
             row = told.rows.setdefault(name, Row(name))
             if name in event["unreachable"]:
                 row.result = "unreachable"
             elif row.result == "unreachable":
-                row.result = "not started"
+                row.result, row.why = "not started", None
     elif "host" in event:
         _of_host(told.rows.setdefault(event["host"], Row(event["host"])), event)
 
@@ -172,6 +174,8 @@ def _of_host(row: Row, event: dict[str, Any]) -> None:
     kind = event["event"]
     if kind == "refused":
         row.result, row.why = "refused", event["why"]
+    elif kind == "unreachable":
+        row.result, row.why = "unreachable", event["why"]
     elif kind == "step":
         if row.result != "refused":
             row.result, row.step = "broken off", event["name"]

@@ -86,8 +86,26 @@ def test_what_cannot_be_reached_or_compared_is_never_the_same(fleet: Fleet) -> N
         aside.rename(kept)
     assert code == 1
     assert {row["status"] for row in told.values()} == {"unreadable"}
-    assert told["away"]["unreadable"] == ["it could not be reached"]
+    assert told["away"]["unreadable"][0].startswith("it could not be reached: 127.0.0.1 port ")
     assert "keeps no receipt" in told["a"]["unreadable"][0]
+
+
+def test_a_host_that_is_asked_alone_and_not_reached_is_in_the_answer(fleet: Fleet) -> None:
+    away = {"ssh_hostname": "127.0.0.1", "ssh_port": free_ports(1)[0], "ssh_user": "nobody"}
+    fleet.hosts["away"] = away
+    try:
+        code, told, text = drift(fleet, "--limit", "away")
+        ran = fleet.run("up", "--limit", "away")
+        rolling = fleet.run("up", "--limit", "away", "--canary", "away")
+    finally:
+        del fleet.hosts["away"]
+    assert (code, list(told), told["away"]["status"]) == (1, ["away"], "unreadable"), text
+    assert told["away"]["unreadable"][0].startswith("it could not be reached: 127.0.0.1 port ")
+    for run in (ran, rolling):
+        assert (run.code, run.results()) == (1, {"away": "unreachable"}), run.text
+        assert "no host could be reached, see above" in run.text
+        assert "cannot be reached" in (run.told.rows["away"].why or "")
+        assert "the run failed" not in run.text and "the canary" not in run.text
 
 
 def test_each_thing_that_was_changed_is_named(fleet: Fleet, tmp_path: Path) -> None:

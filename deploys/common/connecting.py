@@ -21,7 +21,7 @@ from pyinfra.connectors.scp import SCPClient
 
 from deploys.common.context import REPO
 from deploys.common.journal import heed_interrupts
-from kvhost import known_hosts
+from kvhost import journal, known_hosts
 from kvhost.basics import lenient_output
 from kvhost.fleet import (
     FLEET_VARIABLE,
@@ -103,6 +103,8 @@ class Watch(BaseStateCallback):
     @staticmethod
     def host_connect_error(state: Any, host: Any, error: Exception) -> None:
         tell(host.name, "unreachable", str(error))
+        # now: where nobody is reached, no deploy begins that could tell it
+        journal.tell("unreachable", host=host.name, why=str(error))
 
     @staticmethod
     def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
