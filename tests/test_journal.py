@@ -84,10 +84,10 @@ def test_a_killed_run_says_at_which_step(tmp_path: Path) -> None:
 
 
 def test_a_host_that_is_not_reached_has_its_reason_and_its_place(tmp_path: Path) -> None:
-    away = {"event": "unreachable", "host": "b", "why": "no route"}
+    away: dict[str, object] = {"event": "unreachable", "host": "b", "why": "no route"}
     rows = told(tmp_path / "j", away)  # nobody else was asked, and no deploy began
     assert list(rows.values()) == [Row("b", "unreachable", why="no route")]
-    hosts = {"event": "hosts", "names": ["a", "b"], "unreachable": ["b"]}
+    hosts: dict[str, object] = {"event": "hosts", "names": ["a", "b"], "unreachable": ["b"]}
     rows = told(tmp_path / "j", dict(hosts))
     assert list(rows.values()) == [Row("a"), Row("b", "unreachable", why="no route")]
     rows = told(tmp_path / "j", hosts | {"unreachable": []})  # it came back
