@@ -13,9 +13,11 @@ from rich.console import Console
 from kvhost import cli
 from kvhost.basics import Persisted, printable
 from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_if_needed, passed_on
-from kvhost.cli_run import default_inventory
+from kvhost.cli_run import copy_root, default_inventory, fleet_hosts
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
 from kvhost.evidence_model import EVENTS
+from kvhost.fleet_yaml import FleetError
+from kvhost.foreign_model import ForeignEvidence
 from kvhost.reports import (
     Report,
     list_reports,
@@ -63,31 +65,63 @@ def verify(
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON.")
-def status(as_json: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="The last verdicts as JSON, host -> report.")
+@click.option("--all", "all_of_them", is_flag=True, help="Count hosts and servers of others too.")
+def status(as_json: bool, all_of_them: bool) -> None:
     """The last verdict of every host; reaches none.
 
+    Of the hosts in fleet.yaml; where there are none, of all but servers of others (verify --url).
     A test that was left out because the server was in use takes nothing away from the one before.
     Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no verdict of a host.
     """
-    reports, left_out, missing = last_verdicts()
+    try:
+        names = fleet_hosts(copy_root())
+    except FleetError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)  # whose verdicts are asked for is not known
+    except click.ClickException:
+        names = []  # no working copy: what KVHOST_REPORTS holds
+    found, left_out, missing = last_verdicts()
+    reports = [one for one in found if all_of_them or _counts(one, names)]
+    apart = [one for one in found if one not in reports]
+    without = [name for name in names if name not in {one.host for one in reports}]
     if as_json:
-        verdicts = {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
+        verdicts: dict[str, Any] = dict.fromkeys(without)
+        verdicts |= {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
         click.echo(json.dumps(verdicts, indent=1))
-        for later in left_out.values():
+        for later in (left_out[one.host] for one in reports if one.host in left_out):
             click.echo(left_out_line(later).plain, err=True)
     else:
-        console = Console()
-        for one in reports:
-            for result in one.results:
-                console.print(verdict_table(one.host, result.verdict))
-            console.print(history_line(one), soft_wrap=True)
-            if one.host in left_out:
-                console.print(left_out_line(left_out[one.host]), soft_wrap=True)
-        if not reports:
-            console.print("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
-    unknown: list[Persisted] = ["INCONCLUSIVE"] * missing
+        _show(reports, left_out)
+        if not reports and not without:
+            click.echo("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
+    for name in without:
+        click.echo(f"{printable(name)}: no verdict yet", err=as_json)
+    if apart:
+        of = "not in fleet.yaml" if names else "servers of others"
+        click.echo(f"\nNot counted, for they are {of} (--all counts them):", err=as_json)
+    console = Console(stderr=as_json)
+    for one in apart:
+        console.print(history_line(one), soft_wrap=True)
+    broken = missing if all_of_them or not names else 0  # of the fleet's they are in `without`
+    unknown: list[Persisted] = ["INCONCLUSIVE"] * (broken + len(without))
     sys.exit(cli.worst([*(one.persisted for one in reports), *unknown]))
+
+
+def _counts(report: Report, names: list[str]) -> bool:
+    if names:
+        return report.host in names
+    return not any(isinstance(one.evidence, ForeignEvidence) for one in report.results)
+
+
+def _show(reports: list[Report], left_out: dict[str, Report]) -> None:
+    console = Console()
+    for one in reports:
+        for result in one.results:
+            console.print(verdict_table(one.host, result.verdict))
+        console.print(history_line(one), soft_wrap=True)
+        if one.host in left_out:
+            console.print(left_out_line(left_out[one.host]), soft_wrap=True)
 
 
 def last_verdicts() -> tuple[list[Report], dict[str, Report], int]:

@@ -11,12 +11,16 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, cli_matrix
+from kvhost import cli, cli_matrix, cli_run
 from kvhost.basics import EXIT_CODES
 from kvhost.cli_up import INTERRUPTED
+from kvhost.foreign_model import parse_foreign
 from kvhost.matrix import load_matrix
-from kvhost.reports import tell_summary
+from kvhost.reports import make_report, tell_summary, write_report
 from kvhost.sizing import DTYPES, SizeError, dtype_named
+from kvhost.verdict_foreign import judge_foreign
+from tests import foreign_cases
+from tests.report_cases import NOON, PASSING, keep
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -157,3 +161,55 @@ def test_status_without_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (code, "No verdict yet" in text) == (2, True)
     code, text = run("status", "--json")
     assert (code, json.loads(text)) == (2, {})
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with fleet.yaml and reports: one PASS of "one", one not good of another's server."""
+    monkeypatch.setattr(cli_run, "root", lambda: tmp_path)
+    monkeypatch.setenv("KVHOST_REPORTS", str(tmp_path / "reports"))
+    keep(tmp_path / "reports", PASSING, "one")
+    raw = foreign_cases.evidence_of("mp")
+    foreign_cases.no_cache_metrics(raw)
+    evidence = parse_foreign(json.dumps(raw))
+    report = make_report("127.0.0.1:8000", [(judge_foreign(evidence), evidence)], NOON)
+    assert report.persisted == "INCONCLUSIVE"
+    write_report(tmp_path / "reports", report)
+    return tmp_path
+
+
+def fleet_of(folder: Path, *names: str) -> None:
+    rows = [f"  {name}: {{address: {name}.example}}\n" for name in names]
+    (folder / "fleet.yaml").write_text("".join(["hosts:\n", *rows]))
+
+
+@pytest.mark.parametrize("names", [(), ("one",)])
+def test_status_counts_servers_of_others_only_where_asked_to(
+    judged: Path, names: tuple[str, ...]
+) -> None:
+    fleet_of(judged, *names)
+    code, text = run("status")
+    assert code == 0
+    apart = text.partition("--all counts them")[2]
+    assert "127.0.0.1:8000" in apart and "one" not in apart
+    done = CliRunner().invoke(cli.main, ["status", "--json"])
+    assert (done.exit_code, list(json.loads(done.stdout))) == (0, ["one"])
+    assert "127.0.0.1:8000" in done.stderr
+    code, text = run("status", "--all")
+    assert (code, "Not counted" in text) == (2, False)
+
+
+def test_status_names_a_host_that_was_never_tested(judged: Path) -> None:
+    (judged / "fleet.yaml").write_text(
+        'hosts:\n  one: {address: a}\n  two: {address: b}\n  "@local": {address: "@local"}\n'
+    )
+    code, text = run("status")
+    assert code == 2
+    assert "two: no verdict yet" in text and "@local: no verdict yet" in text
+    assert "one: no verdict yet" not in text
+    done = CliRunner().invoke(cli.main, ["status", "--json"])
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["two"], told["one"]["persisted"]) == (2, None, "PASS")
+    (judged / "fleet.yaml").write_text("hosts: [\n")
+    code, text = run("status")
+    assert code == 2 and "fleet.yaml:2" in text
