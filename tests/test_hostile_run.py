@@ -22,6 +22,8 @@ from kvhost.working_copy import make
 pytestmark = pytest.mark.fleet
 
 REPO = Path(__file__).parents[1]
+#: this machine, which a copy does not take by itself
+HERE = ("--inventory", "inventory.py")
 #: far more than a pipe holds: who is not read any more waits for ever
 LOUD = "import sys\nfor i in range(5000): print('line', i, 'x' * 60)\nsys.exit(3)"
 RUN = f"""import sys
@@ -154,7 +156,7 @@ def test_a_receipt_that_cannot_be_set_aside(
     folder = tmp_path / "receipts"
     receipts.keep(folder, "a", {"engine": {}}, None)
     (folder / "a.before").mkdir()
-    result = CliRunner().invoke(cli.main, ["rebuild", "a"])
+    result = CliRunner().invoke(cli.main, ["rebuild", *HERE, "a"])
     assert (result.exit_code, type(result.exception)) == (1, SystemExit)
     assert "cannot be set aside, and nothing was done" in result.output
 
@@ -176,7 +178,7 @@ def test_ctrl_c(seen: str, tmp_path: Path) -> None:
     """As pyinfra starts, and as it works: 130, where pyinfra's own would be a traceback, or 0."""
     make(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(REPO)}
-    argv = [sys.executable, "-m", "kvhost.cli", "plan"]
+    argv = [sys.executable, "-m", "kvhost.cli", "plan", *HERE]
     process = subprocess.Popen(
         argv, cwd=tmp_path, env=env, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -209,7 +211,7 @@ def test_a_locale_without_utf_8(command: str, tmp_path: Path) -> None:
     make(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(REPO), "LC_ALL": "POSIX", "COLUMNS": "20"}
     env |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    argv = [sys.executable, "-m", "kvhost.cli", command]
+    argv = [sys.executable, "-m", "kvhost.cli", command, *(HERE if command == "plan" else ())]
     done = subprocess.run(
         argv, cwd=tmp_path, env=env, capture_output=True, timeout=120, check=False
     )
@@ -220,7 +222,9 @@ def test_a_locale_without_utf_8(command: str, tmp_path: Path) -> None:
 
 def test_a_closed_stdout_has_no_json(tmp_path: Path) -> None:
     make(tmp_path)
-    words = f'exec "{sys.executable}" -m kvhost.cli up --json --limit nobody >&-'
+    words = (
+        f'exec "{sys.executable}" -m kvhost.cli up --json --inventory inventory.py --limit x >&-'
+    )
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
         ["/bin/sh", "-c", words], cwd=tmp_path, env=env, timeout=60, check=False,
