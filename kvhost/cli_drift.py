@@ -88,7 +88,11 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     except OSError as error:
         click.echo(f"the receipt cannot be set aside, and nothing was done: {error}")
         return ERROR
-    code = up(("--limit", host, *args))
+    try:
+        code = up(("--limit", host, *args))
+    except click.exceptions.Exit:  # the arguments are wrong, nothing was done
+        aside.replace(receipts.path_of(folder, host))
+        raise
     if code:
         try:
             aside.replace(receipts.path_of(folder, host))  # what it is to become again

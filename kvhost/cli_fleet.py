@@ -21,7 +21,7 @@ from kvhost._problems import Refusal, short
 from kvhost.basics import printable
 from kvhost.cli_care import ask
 from kvhost.cli_run import FLEET_INVENTORY, copy_root, fleet_hosts, pyinfra
-from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, load_fleet
+from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, key_path, load_fleet
 from kvhost.fleet_model import host_name
 from kvhost.fleet_yaml import FleetError, read_yaml, yaml
 from kvhost.ssh_line import LineError, Target, parse
@@ -82,9 +82,10 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
         there = os.path.lexists(path)  # of a link to nowhere read_yaml says so
         root = read_yaml(path) if there else CommentedMap()
         if there:
-            load_fleet(path, folder=top)  # its own faults, before any of what is added
+            load_fleet(path, folder=top, keys=False)  # its own faults, before any of what is added
         path = path.resolve()  # a link stays one
         name, entry = _entry(root, target, given)
+        _usable(entry, top)
         _save(root, top / CANDIDATE)
         load_fleet(top / CANDIDATE, folder=top)
     except (LineError, Refusal) as error:
@@ -142,7 +143,7 @@ def inventory_new_key(name: str) -> None:
     """
     top = copy_root()
     try:
-        fleet = load_fleet(top / "fleet.yaml")
+        fleet = load_fleet(top / "fleet.yaml", keys=False)
     except FleetError as error:
         raise click.ClickException(str(error)) from None
     entry = fleet.file.hosts.get(name)
@@ -198,6 +199,20 @@ def _key(given: str) -> str:
     if path.is_absolute() or Path.cwd() == copy_root() or not path.exists():
         return given  # what is not there is told with its line, by fleet.py
     return str(path.absolute())
+
+
+def _usable(entry: CommentedMap, top: Path) -> None:
+    """Its key is one; a passphrase is asked for when it is used. Raises click.ClickException."""
+    if not isinstance(entry.get("key"), str):
+        return
+    from kvhost import ssh_key  # paramiko is slow to load
+
+    try:
+        ssh_key.check(key_path(top, entry["key"]))
+    except ssh_key.Encrypted:
+        return
+    except ssh_key.KeyFault as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _same_place(hosts: CommentedMap, said: dict[str, object]) -> str | None:

@@ -13,6 +13,8 @@ from kvhost.run_log import secrets_of_env
 from kvhost.working_copy import MARK, CopyError, check_version, root
 
 FLEET_INVENTORY = "inventories/fleet.py"
+#: of pyinfra and deploys/common/asked.py: arguments that cannot be meant, nothing was done
+WRONG_USAGE = 2
 
 
 def copy_root() -> Path:
@@ -80,7 +82,10 @@ def fleet_secrets(top: Path) -> list[str]:
 
 
 def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
-    """Runs a deploy file from the root of the working copy; pyinfra's own exit code, or 130."""
+    """Runs a deploy file from the root of the working copy; pyinfra's own exit code, or 130.
+
+    Raises click.exceptions.Exit where pyinfra, or deploys/common/asked.py, refuses the arguments.
+    """
     top = copy_root()
     if inventory.endswith(".py") and not (top / inventory).exists():
         raise click.ClickException(f"no such inventory: {top / inventory}")
@@ -92,6 +97,9 @@ def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     argv = [str(program), inventory, deploy, *args]
     secrets = [*secrets_of_env(os.environ), *fleet_secrets(top)]
     try:
-        return running.run(argv, top, top / "logs", Path(deploy).stem, secrets)
+        code = running.run(argv, top, top / "logs", Path(deploy).stem, secrets)
     except OSError as error:
         raise click.ClickException(f"no log can be written: {error}") from error
+    if code == WRONG_USAGE:  # said already, and nothing was done: there is nothing to tell of
+        raise click.exceptions.Exit(WRONG_USAGE)
+    return code

@@ -52,19 +52,47 @@ class Fleet:
         return _merged(self.file, self.file.hosts[name])
 
 
-def load_fleet(path: Path, folder: Path | None = None) -> Fleet:
-    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults."""
+def load_fleet(
+    path: Path, folder: Path | None = None, env: Mapping[str, str] | None = None,
+    *, keys: bool = True,
+) -> Fleet:  # fmt: skip
+    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults:
+    with ``env`` those of the secrets too, without ``keys`` none of files of keys.
+    """
     root = read_yaml(path)
+    folder = folder or path.parent
+    of_keys = list(_keys(root, folder)) if keys else []
     try:
         file = FleetFile.model_validate(plain(root, path))
     except ValidationError as error:
         faults = [_fault(root, dict(detail)) for detail in error.errors(include_url=False)]
-        raise FleetError(path, faults) from None
+        raise FleetError(path, _one_a_place([*faults, *of_keys])) from None
     faults = [*_groups_known(root, file), *_misplaced(root, file), *_settings(root, file)]
-    if faults:  # one a place: the first says what to do about it
-        first = {(fault.line, fault.key): fault for fault in reversed(faults)}
-        raise FleetError(path, list(first.values()))
-    return Fleet(path, file, folder or path.parent)
+    faults += of_keys
+    fleet = Fleet(path, file, folder)
+    if env is not None:
+        faults += _secrets(fleet, env)[1]
+    if faults:
+        raise FleetError(path, _one_a_place(faults))
+    return fleet
+
+
+def _one_a_place(faults: Sequence[Fault]) -> list[Fault]:
+    """The first says what to do about it."""
+    return list({(fault.line, fault.key): fault for fault in reversed(faults)}.values())
+
+
+def _keys(root: CommentedMap, folder: Path) -> Iterator[Fault]:
+    """Files of keys that cannot be used, whatever else is wrong with the fleet."""
+    hosts = root.get("hosts")
+    for name, entry in hosts.items() if isinstance(hosts, CommentedMap) else ():
+        key = entry.get("key") if isinstance(entry, CommentedMap) else None
+        if not isinstance(key, str) or not key or holds_a_secret(key) or "\n" in key:
+            continue
+        fault = _key_fault(key_path(folder, key))
+        if fault:
+            loc = ("hosts", name, "key")
+            yield Fault(line_of(root, loc), _named(loc), printable(fault[0]), printable(fault[1]))
 
 
 def _named(loc: Sequence[Any]) -> str:
@@ -253,9 +281,9 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
 # What pyinfra is given
 
 
-def key_path(fleet: Fleet, key: str) -> Path:
+def key_path(folder: Path, key: str) -> Path:
     """A relative path begins beside the file; one of a user who is not there stays as it is."""
-    return fleet.folder / os.path.expanduser(key)  # noqa: PTH111 - Path's raises for that user
+    return folder / os.path.expanduser(key)  # noqa: PTH111 - Path's raises for that user
 
 
 def _key_fault(path: Path) -> tuple[str, str] | None:
@@ -266,6 +294,8 @@ def _key_fault(path: Path) -> tuple[str, str] | None:
         mode = 0
     if not stat.S_ISREG(mode):
         return f"no such file on the controller: {path}", "~/.ssh/id_ed25519"
+    if path.suffix == ".pub":
+        return f"{path} is a public key", str(path.with_suffix(""))
     if mode & 0o077:
         what = f"{path} has mode {stat.S_IMODE(mode):04o}, so that others than its owner can use it"
         return what, f"chmod 600 {path}"
@@ -273,17 +303,20 @@ def _key_fault(path: Path) -> tuple[str, str] | None:
 
 
 def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
-    """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing,
-    files of keys too."""
+    """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing."""
+    found, faults = _secrets(fleet, env)
+    if faults:
+        raise FleetError(fleet.path, faults)
+    return found
+
+
+def _secrets(
+    fleet: Fleet, env: Mapping[str, str]
+) -> tuple[dict[str, dict[str, Secret]], list[Fault]]:
     faults: list[Fault] = []
     found: dict[str, dict[str, Secret]] = {}
     root = read_yaml(fleet.path)
     for name, entry in fleet.file.hosts.items():
-        # pyinfra would stop the whole run at one that is not there
-        key_fault = _key_fault(key_path(fleet, entry.key)) if entry.key else None
-        if key_fault:
-            loc = ("hosts", name, "key")
-            faults.append(Fault(line_of(root, loc), _named(loc), *key_fault))
         for key in ("password", "sudo_password"):
             ref: SecretRef | None = getattr(entry, key)
             if ref is None:
@@ -307,9 +340,7 @@ def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secr
                 )
             else:
                 found.setdefault(name, {})[key] = secret
-    if faults:
-        raise FleetError(fleet.path, faults)
-    return found
+    return found, faults
 
 
 def pyinfra_hosts(fleet: Fleet, env: Mapping[str, str] | None = None) -> dict[str, list[Any]]:
@@ -345,7 +376,7 @@ def connection_data(
     if entry.user:
         data["ssh_user"] = entry.user
     if entry.key:
-        data["ssh_key"] = str(key_path(fleet, entry.key))
+        data["ssh_key"] = str(key_path(fleet.folder, entry.key))
     if entry.jump:
         data["ssh_config_file"] = str(ssh_config)
     if entry.sudo:
@@ -366,7 +397,7 @@ def write_ssh_config(fleet: Fleet) -> Path:
     done = set()
     for entry in jumps:
         assert entry.jump is not None
-        key = [f"  IdentityFile {key_path(fleet, entry.key)}"] if entry.key else []
+        key = [f"  IdentityFile {key_path(fleet.folder, entry.key)}"] if entry.key else []
         if entry.address not in done:
             done.add(entry.address)
             lines += [f"Host {entry.address}", f"  ProxyJump {entry.jump}"]

@@ -168,10 +168,8 @@ def test_a_secret_that_is_not_there_or_open_to_others(tmp_path: Path) -> None:
 hosts:
   one: {address: a, sudo: true, sudo_password: {env: NOT_SET}}
   two: {address: b, password: {file: secrets/two}}
-  three: {address: c, key: keys/gone}
-  four: {address: d, key: open.pem}
+  three: {address: c}
 """
-    (tmp_path / "open.pem").touch(mode=0o644)
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets/two").write_text("pass word two\n")
     fleet = load_fleet(write(tmp_path, text))
@@ -181,10 +179,26 @@ hosts:
     assert said[0] == (2, "NOT_SET is not in the environment")
     assert said[1][0] == 3
     assert "chmod 600" in said[1][1]
-    assert said[2] == (4, f"no such file on the controller: {tmp_path / 'keys/gone'}")
-    assert said[3][0] == 5
-    assert said[3][1].startswith(f"{tmp_path / 'open.pem'} has mode 0644, so that others")
     assert "pass word" not in str(caught.value)
+    # with all that else is wrong, before any host is reached
+    path = write(tmp_path, text.replace("address: c", "address: c, key: keys/gone"))
+    with pytest.raises(FleetError) as caught:
+        load_fleet(path, env={})
+    assert [fault.line for fault in caught.value.faults] == [2, 3, 4]
+
+
+def test_a_key_that_is_none_is_told_with_every_other_fault(tmp_path: Path) -> None:
+    entry = "hosts:\n  a: {address: x, key: keys/gone, %s}\n"
+    for fault in ("prot: 22", "groups: [nosuch]"):  # of the file's form, and of what it means
+        said = [what for _, _, what in faults(tmp_path, entry % fault)]
+        assert len(said) == 2, said
+        assert f"no such file on the controller: {tmp_path / 'keys/gone'}" in said
+    for name, mode, what in (("open.pem", 0o644, "has mode 0644, so"), ("a.pub", 0o600, "public")):
+        (tmp_path / name).touch(mode=mode)
+        [(line, _, said_of_it)] = faults(tmp_path, f"hosts:\n  a: {{address: x, key: {name}}}\n")
+        assert line == 2
+        assert said_of_it.startswith(f"{tmp_path / name} ")
+        assert what in said_of_it
 
 
 KEY_A, KEY_B = "QUFBQQ==", "QkJCQg=="

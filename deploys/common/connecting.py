@@ -19,9 +19,10 @@ from pyinfra.api.exceptions import ConnectError, PyinfraError
 from pyinfra.api.state import BaseStateCallback
 from pyinfra.connectors.scp import SCPClient
 
+from deploys.common import asked
 from deploys.common.context import REPO
 from deploys.common.journal import heed_interrupts
-from kvhost import journal, known_hosts
+from kvhost import journal, known_hosts, ssh_key
 from kvhost.basics import lenient_output
 from kvhost.fleet import (
     FLEET_VARIABLE,
@@ -58,11 +59,16 @@ def watch() -> None:
     """Called by config.py, before there is an inventory."""
     heed_interrupts()
     lenient_output()
+    options = asked.given()
+    asked.check_data(options)
     state = context.ctx_state.get()
     init = state.init
 
-    def with_watch(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)  # makes the list of the handlers, so that none can be added before
+    def with_watch(inventory: Any, *args: Any, **kwargs: Any) -> None:
+        asked.check_hosts(inventory, options, kwargs.get("initial_limit"))
+        init(
+            inventory, *args, **kwargs
+        )  # makes the list of the handlers, so that none can be added before
         state.add_callback_handler(Watch())
 
     state.init = with_watch
@@ -72,7 +78,7 @@ def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
     """Group -> hosts of fleet.yaml, for an inventory file. Raises PyinfraError."""
     given = path or REPO / os.environ.get(FLEET_VARIABLE, "fleet.yaml")
     try:
-        fleet = load_fleet(given, folder=REPO if path is None else None)
+        fleet = load_fleet(given, folder=REPO if path is None else None, env=os.environ)
         hosts = pyinfra_hosts(fleet)
         _given.update(secrets_of(fleet, os.environ))
         (REPO / KNOWN_HOSTS).touch()
@@ -131,15 +137,42 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
         if secret is not None:
             host.connector.data["ssh_password"] = secret.get_secret_value()
         try:
+            _key(host)
             connect()
         except ConnectError as error:
             raise ConnectError(_explained(host, str(error))) from error
+        except ssh_key.KeyFault as error:
+            raise ConnectError(f"ssh_key (in fleet.yaml: key): {error}") from error
+        except Exception as error:  # pyinfra would stop all hosts: a port that is no number, …
+            said = f"{type(error).__name__}: {error}"
+            raise ConnectError(f"cannot be connected to with what is set: {said}") from error
         if host.connector.data["ssh_known_hosts_file"] == "/dev/null":
             _any_key(host)
         if host.data.get("_sudo"):
             _sudo(host)
 
     return connected
+
+
+def _key(host: Any) -> None:
+    """Its key is one; with a passphrase, the one that ssh-agent holds. Raises KeyFault."""
+    data = host.connector.data
+    if not data["ssh_key"] or data["ssh_key"] in host.state.private_keys:
+        return
+    path = Path(data["ssh_key"]).expanduser()
+    if not path.is_absolute() and not ssh_key.there(path):
+        path = Path(host.state.cwd or ".", path)  # where pyinfra looks next
+    try:
+        ssh_key.check(path, data["ssh_key_password"] or None)
+    except ssh_key.Encrypted:
+        held = ssh_key.of_agent(path)
+        if held is not None:  # of a host with ssh_key, pyinfra does not ask the agent
+            more = {**(data["ssh_paramiko_connect_kwargs"] or {}), "pkey": held}
+            data["ssh_paramiko_connect_kwargs"] = more
+            data["ssh_key"] = None
+            data["ssh_allow_agent"] = data["ssh_look_for_keys"] = False
+        elif not ssh_key.can_ask():
+            raise
 
 
 def _place(host: Any) -> tuple[str, int]:

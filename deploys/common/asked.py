@@ -1,0 +1,66 @@
+"""What pyinfra was asked for, checked before it does anything: one line, and exit code 2.
+
+pyinfra itself warns where a --limit names nobody, and succeeds with nothing done.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from typing import Any, NoReturn
+
+import click
+
+from kvhost._problems import nearest, short
+from kvhost.basics import printable
+
+_MOST = 8  # names that a line has room for
+
+
+def given() -> Mapping[str, Any]:
+    """pyinfra's own options, by name; {} where it is not started as a command."""
+    context = click.get_current_context(silent=True)
+    return context.params if context else {}
+
+
+def check_data(options: Mapping[str, Any]) -> None:
+    """Every --data is KEY=VALUE. Else ends the process with 2."""
+    for word in options.get("data") or ():
+        key, equals, _ = word.partition("=")
+        if not (key.strip() and equals):
+            # what stands there may be a secret that was pasted
+            what = short(word) if word.replace("_", "").isalnum() and len(word) < 30 else "one word"
+            _stop(f"--data {what} has no value: write --data KEY=VALUE (docs/settings.md)")
+
+
+def check_hosts(inventory: Any, options: Mapping[str, Any], chosen: Any) -> None:
+    """--limit and --exclude name hosts or groups, and leave one. Else ends the process with 2.
+
+    ``chosen``: the hosts that they leave, None for all.
+    """
+    names = [host.name for host in inventory]
+    groups = [name for name in inventory.groups if inventory.groups[name]]
+    if not names:
+        _stop("the inventory has no host: nothing was done (docs/fleets.md)")
+    for option in ("limit", "exclude"):
+        for word in options.get(option) or ():
+            if word in groups or any(fnmatch(name, word) for name in names):
+                continue
+            meant = _meant(word, names, groups)
+            _stop(f"--{option} {printable(word)}: no such host or group; {meant}")
+    if chosen is not None and not chosen:
+        _stop("--limit and --exclude together leave no host. Nothing was done")
+
+
+def _meant(word: str, names: list[str], groups: Iterable[str]) -> str:
+    meant = nearest(word, [*names, *groups])
+    if meant is not None:
+        return f"did you mean {printable(meant)}? Nothing was done"
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"there are {printable(', '.join(names[:_MOST]))}{more}. Nothing was done"
+
+
+def _stop(line: str) -> NoReturn:
+    click.echo(line, err=True)
+    sys.exit(2)
