@@ -94,7 +94,7 @@ def test_growth_is_answered_before_the_interval(tier: Path) -> None:
         time.sleep(1)
         for i in range(12):
             put(tier, "ns-aa", f"{i:02x}", size=MIB)
-        until(lambda: usage(tier) < 8 * MIB, 5)
+        until(lambda: usage(tier) < 8 * MIB, 30)
         assert process.poll() is None
 
 
