@@ -1,18 +1,20 @@
-"""Takes kvhost away: `pyinfra inventory.py remove.py`. The cache and the models only when asked.
+"""`kvhost remove`: takes kvhost away. The cache and the models only when asked.
 
-The plan comes first; pyinfra then asks, unless -y was given. Drives are released by release.py.
+The plan comes first; the command then asks, unless -y was given. Drives are released by release.py.
 """
 
 from deploys.common.prepare import visit
 from deploys.common.refused import refused
 from deploys.common.runlock import take_lock
 from deploys.remove import nothing, remove, show_removal
+from kvhost.asking import answer
 
 here = visit()
 if here is None:
     refused(name="the host gave no report")
 else:
     found = show_removal(here)
+    answer(here.host, {"goes": found})
     if found:
         take_lock(name="host: one run at a time", run=here)
         remove(name="remove: services, programs, configuration, keys, user", at=here)

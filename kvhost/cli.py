@@ -39,6 +39,7 @@ LAZY = {
     "matrix": ("kvhost.cli_matrix", "matrix_command"),
     "model": ("kvhost.cli_model", "model_command"),
     "monitoring": ("kvhost.cli_monitoring", "monitoring_group"),
+    "remove": ("kvhost.cli_remove", "remove_command"),
     "report": ("kvhost.cli_report", "report"),
     "size": ("kvhost.cli_size", "size_command"),
     "status": ("kvhost.cli_verify", "status"),

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import pwd
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvhost import working_copy
 from tests.e2e_tools import Site
 
-ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"
+REPO = Path(__file__).parent.parent
+ONHOST = REPO / "kvhost" / "onhost"
 SERVICES = """
 import pathlib, sys
 base = pathlib.Path(sys.argv[sys.argv.index("--base") + 1])
@@ -274,6 +278,56 @@ def test_a_mount_stays_with_what_is_on_it(base: Base) -> None:
         subprocess.run(["umount", str(place)], check=True)
     base.call()
     assert not (base.root / "home").exists()
+
+
+def remove(base: Base, copy: Path, *words: str, answers: bytes | None = None) -> tuple[int, str]:
+    """`kvhost remove` of this machine; with ``answers`` on a terminal, where they are typed."""
+    argv = [sys.executable, "-m", "kvhost.cli", "remove", "--inventory", "inventory.py"]
+    argv += ["--data", f"base_dir={base.root}", "--data", "service_user=kvhost-gone", *words]
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("KVHOST_")}
+    outer, inner = pty.openpty()
+    try:
+        if answers:
+            os.write(outer, answers)
+        done = subprocess.run(
+            argv, cwd=copy, text=True, timeout=120, check=False,
+            env={**keep, "PYTHONPATH": f"{copy}:{REPO}", "COLUMNS": "200"},
+            stdin=inner if answers else subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    finally:
+        os.close(outer)
+        os.close(inner)
+    assert "Traceback" not in done.stdout, done.stdout
+    return done.returncode, done.stdout
+
+
+@root_only
+def test_the_command_shows_and_asks_and_needs_yes_without_a_terminal(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvhost-remove-", dir="/var/lib") as folder:
+        shows_and_asks(Base(Path(folder)), tmp_path)  # settings take no base_dir in /tmp
+
+
+def shows_and_asks(base: Base, copy: Path) -> None:
+    working_copy.make(copy)
+    (base.root / "state/run.lock").unlink()
+    before = base.left()
+    for words, answers, code, said in (
+        ((), None, 1, "nothing was removed: no terminal to ask on; add -y"),
+        ((), b"n\n", 1, "nothing was removed"),
+        (("-y", "--dry"), None, 0, "what is removed"),
+    ):
+        got, text = remove(base, copy, *words, answers=answers)
+        assert (got, said in text) == (code, True), text
+        assert base.left() - GUARD == before - GUARD
+    code, text = remove(base, copy, answers=b"y\n")
+    assert code == 0, text
+    assert "Take kvhost away from @local?" in text
+    assert str(base.root / "envs") in text
+    assert base.left() - GUARD == CACHE | MODELS | {"tier/others/x"}
+    code, text = remove(base, copy)  # nothing is left to ask about
+    assert code == 0, text
+    assert "Take kvhost away" not in text
 
 
 @pytest.mark.e2e
