@@ -87,7 +87,7 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
         name, entry = _entry(root, target, given)
         _usable(entry, top)
         _save(root, top / CANDIDATE)
-        load_fleet(top / CANDIDATE, folder=top)
+        load_fleet(top / CANDIDATE, folder=top, env=None if no_look else os.environ)
     except (LineError, Refusal) as error:
         said = f"{error.what}; write {error.write}" if isinstance(error, Refusal) else str(error)
         raise click.ClickException(said) from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml.comments import CommentedMap
 
-from kvhost._problems import Refusal, holds_a_secret, nearest, short
+from kvhost._problems import nearest, short
 from kvhost.basics import printable
-from kvhost.fleet_model import LOCAL, FleetFile, Group, HostEntry, SecretRef, jump_parts
+from kvhost.fleet_faults import fault_of_form, named
+from kvhost.fleet_model import LOCAL, FleetFile, HostEntry, SecretRef, jump_parts
+from kvhost.fleet_parts import Broken, Loc, usable
 from kvhost.fleet_yaml import Fault, FleetError, line_of, plain, read_yaml
 from kvhost.schema_drives import HOST_DATA_ONLY
 from kvhost.secrets import Secret, SecretError, read_secret
@@ -27,16 +29,6 @@ KNOWN_HOSTS = "known_hosts"
 SSH_CONFIG = ".kvhost/ssh_config"
 #: names another file in the place of fleet.yaml: one that is tried before it is written
 FLEET_VARIABLE = "KVHOST_FLEET"
-
-_KINDS = {
-    "string_type": "text, in quotes if it looks like a number",
-    "int_type": "a whole number",
-    "bool_type": "true or false",
-    "dict_type": "keys with values",
-    "model_type": "keys with values",
-    "model_attributes_type": "keys with values",
-    "list_type": "a list",
-}
 
 
 @dataclass(frozen=True)
@@ -56,130 +48,65 @@ def load_fleet(
     path: Path, folder: Path | None = None, env: Mapping[str, str] | None = None,
     *, keys: bool = True,
 ) -> Fleet:  # fmt: skip
-    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults:
-    with ``env`` those of the secrets too, without ``keys`` none of files of keys.
+    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults in one
+    round: with ``env`` (os.environ) those of the secrets too, without ``keys`` none of files of
+    keys. What hangs on something that has no right form is left out, and nothing else.
     """
     root = read_yaml(path)
-    folder = folder or path.parent
-    of_keys = list(_keys(root, folder)) if keys else []
+    data = plain(root, path)
+    faults: list[Fault] = []
+    broken = Broken()
     try:
-        file = FleetFile.model_validate(plain(root, path))
+        file = FleetFile.model_validate(data)
     except ValidationError as error:
-        faults = [_fault(root, dict(detail)) for detail in error.errors(include_url=False)]
-        raise FleetError(path, _one_a_place([*faults, *of_keys])) from None
-    faults = [*_groups_known(root, file), *_misplaced(root, file), *_settings(root, file)]
-    faults += of_keys
-    fleet = Fleet(path, file, folder)
+        details = error.errors(include_url=False)
+        faults += [fault_of_form(root, dict(detail)) for detail in details]
+        broken = Broken(detail["loc"] for detail in details)
+        file = usable(data, broken)
+    faults += _groups_known(root, file, broken)
+    faults += _together(root, file, broken)
+    faults += [*_misplaced(root, file), *_settings(root, file, broken)]
+    fleet = Fleet(path, file, folder or path.parent)
+    if keys:
+        faults += _keys(root, fleet)
     if env is not None:
-        faults += _secrets(fleet, env)[1]
-    if faults:
-        raise FleetError(path, _one_a_place(faults))
+        faults += _secrets(root, fleet, env)[1]
+    if faults:  # one a place: the first says what to do about it
+        first = {(fault.line, fault.key): fault for fault in reversed(faults)}
+        raise FleetError(path, list(first.values()))
     return fleet
 
 
-def _one_a_place(faults: Sequence[Fault]) -> list[Fault]:
-    """The first says what to do about it."""
-    return list({(fault.line, fault.key): fault for fault in reversed(faults)}.values())
-
-
-def _keys(root: CommentedMap, folder: Path) -> Iterator[Fault]:
-    """Files of keys that cannot be used, whatever else is wrong with the fleet."""
-    hosts = root.get("hosts")
-    for name, entry in hosts.items() if isinstance(hosts, CommentedMap) else ():
-        key = entry.get("key") if isinstance(entry, CommentedMap) else None
-        if not isinstance(key, str) or not key or holds_a_secret(key) or "\n" in key:
-            continue
-        fault = _key_fault(key_path(folder, key))
-        if fault:
-            loc = ("hosts", name, "key")
-            yield Fault(line_of(root, loc), _named(loc), printable(fault[0]), printable(fault[1]))
-
-
-def _named(loc: Sequence[Any]) -> str:
-    words = [str(part) for part in loc if part != "[key]"]
-    if holds_a_secret(words):
-        return "(not shown)"
-    return printable(".".join(words)).replace("\n", "\ufffd")[:200] or "the file"
-
-
-def _fault(root: CommentedMap, detail: dict[str, Any]) -> Fault:
-    """One error of pydantic in our words."""
-    loc, kind = detail["loc"], detail["type"]
-    line, key = line_of(root, loc), _named(loc)
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, Refusal):
-        return Fault(line, key, cause.what, str(cause.write or "docs/fleets.md"))
-    if kind == "extra_forbidden":
-        return _unknown(root, loc, line)
-    if kind == "missing":
-        return Fault(line, key, "is missing", f"{loc[-1]}: 203.0.113.7")
-    if kind == "literal_error":
-        choices = str(detail["ctx"]["expected"]).replace("'", "")
-        return Fault(line, key, f"must be {choices}", choices.split(",")[0].split(" or ")[0])
-    if kind in ("greater_than_equal", "less_than_equal"):
-        return Fault(line, key, "must be a port, 1 to 65535", "22")
-    what = f"must be {_KINDS[kind]}" if kind in _KINDS else str(detail["msg"])
-    return Fault(line, key, what, "docs/fleets.md has an example")
-
-
-def _unknown(root: CommentedMap, loc: Sequence[Any], line: int) -> Fault:
-    model: Any = FleetFile
-    if len(loc) >= 3:
-        model = HostEntry if loc[0] == "hosts" else Group
-    if len(loc) == 4:
-        model = SecretRef
-    word = str(loc[-1])
-    if holds_a_secret(word):
-        return Fault(line, "(not shown)", "a secret never stands in this file", "{env: NAME}")
-    meant = {
-        "ssh_user": "user",
-        "ssh_port": "port",
-        "ssh_key": "key",
-        "hostname": "address",
-        "host": "address",
-        "ip": "address",
-        "_sudo": "sudo",
-        "ssh_hostname": "address",
-        "proxyjump": "jump",
-        "identity_file": "key",
-    }.get(word.lower())
-    meant = meant or nearest(word, model.model_fields)
-    if meant is None or meant == word:
-        return Fault(
-            line,
-            _named(loc),
-            "is no key here",
-            f"one of: {', '.join(model.model_fields)}; a setting goes below settings:",
-        )
-    return Fault(line, _named(loc), f"is no key here; did you mean {meant}?", f"{meant}: …")
-
-
-def _groups_known(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+def _groups_known(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
     for name, entry in file.hosts.items():
         for number, group in enumerate(entry.groups):
-            if group not in file.groups:
+            loc: Loc = ("hosts", name, "groups", number)
+            if group not in file.groups and loc not in broken and ("groups",) not in broken:
                 meant = nearest(group, file.groups)
                 write = meant or f"groups: {{{group}: }} at the top of the file"
-                loc: tuple[Any, ...] = ("hosts", name, "groups", number)
                 yield Fault(
                     line_of(root, loc),
-                    _named(loc[:3]),
+                    named(loc[:3]),
                     f"{short(group)} is not among the groups of this file",
                     write,
                 )
     addresses: dict[tuple[str, int, str | None], str] = {}
     for name, entry in file.hosts.items():
+        if not {"address", "port", "jump", "[key]"}.isdisjoint(broken.keys_of(name)):
+            continue
+        if not entry.address:
+            continue
         if (name == LOCAL) != (entry.address == LOCAL):  # pyinfra takes it by this name alone
             loc2 = ("hosts", name, "address")
             what = "this machine is called @local, and nothing else is"
             write = '"@local": {address: "@local"}'
-            yield Fault(line_of(root, loc2), _named(loc2), what, write)
+            yield Fault(line_of(root, loc2), named(loc2), what, write)
         place = (entry.address, entry.port, entry.jump)
         if place in addresses:
             loc2 = ("hosts", name, "address")
             yield Fault(
                 line_of(root, loc2),
-                _named(loc2),
+                named(loc2),
                 f"is that of {addresses[place]} too: one machine, two names",
                 "one of them",
             )
@@ -187,17 +114,25 @@ def _groups_known(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
     yield from _jumps(root, file)
 
 
+def _together(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
+    for name, entry in file.hosts.items():
+        for key, keys, why in entry.together():
+            if keys.isdisjoint(broken.keys_of(name)):
+                loc = ("hosts", name, key)
+                yield Fault(line_of(root, loc), named(loc), why.what, str(why.write))
+
+
 def _jumps(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
     """A configuration of ssh knows one way to an address, and follows it again from each hop."""
     ways: dict[str, tuple[str, str]] = {}
     for name, entry in file.hosts.items():
-        if entry.jump:
+        if entry.jump and entry.address:
             other, way = ways.setdefault(entry.address, (name, entry.jump))
             if way != entry.jump:
                 what = f"is another way to {entry.address} than that of {other}"
                 write = f"{way}, or another name for one of the addresses"
                 loc = ("hosts", name, "jump")
-                yield Fault(line_of(root, loc), _named(loc), what, write)
+                yield Fault(line_of(root, loc), named(loc), what, write)
     for name, entry in file.hosts.items():
         seen: set[str] = set()
         left = [entry.jump] if entry.jump else []
@@ -209,7 +144,7 @@ def _jumps(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
         if entry.address in seen:
             loc = ("hosts", name, "jump")
             what = "leads back to the host itself"
-            yield Fault(line_of(root, loc), _named(loc), what, "a host that is reached without it")
+            yield Fault(line_of(root, loc), named(loc), what, "a host that is reached without it")
 
 
 def _misplaced(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
@@ -224,7 +159,7 @@ def _misplaced(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
         for key in sorted(HOST_DATA_ONLY & set(settings)):
             yield Fault(
                 line_of(root, (*loc, key)),
-                _named((*loc, key)),
+                named((*loc, key)),
                 "could reach more than the one host that it is for",
                 f"hosts: {{NAME: {{settings: {{{key}: …}}}}}}",
             )
@@ -250,14 +185,14 @@ def _where(file: FleetFile, host: str, key: str) -> tuple[str, ...]:
     return ("settings", key) if key in file.settings else ("hosts", host)
 
 
-def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
+def _settings(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
     """Of values alone: what several mean together is checked with group_data/ by every run."""
     data = {name: _merged(file, entry) for name, entry in file.hosts.items()}
     hosts = dict(file.hosts)
     used = {group for entry in hosts.values() for group in entry.groups}
     for group in [None, *file.groups]:  # those that no host has yet are checked too
         if group not in used and (group or not hosts):
-            entry = HostEntry(address="x", groups=[group] if group else [])
+            entry = HostEntry.model_construct(address="x", groups=[group] if group else [])
             hosts[f"({group})"] = entry
             data[f"({group})"] = _merged(file, entry)
     file = file.model_copy(update={"hosts": hosts})
@@ -269,10 +204,13 @@ def _settings(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
             if set(problem.key.split(", ")) <= Settings.model_fields.keys() and ", " in problem.key:
                 continue
             for host in problem_hosts:
+                absent = problem.key in Settings.model_fields and problem.key not in data[host]
+                if broken and absent:  # it may stand in what cannot be read
+                    continue
                 loc: tuple[str, ...] = _where(file, host, problem.key)
                 if loc not in seen:
                     seen.add(loc)
-                    key = _named(loc) if loc[-1] == problem.key else problem.key
+                    key = named(loc) if loc[-1] == problem.key else problem.key
                     yield Fault(
                         line_of(root, loc), key, problem.what, problem.write.replace(" = ", ": ", 1)
                     )
@@ -302,20 +240,28 @@ def _key_fault(path: Path) -> tuple[str, str] | None:
     return None
 
 
+def _keys(root: CommentedMap, fleet: Fleet) -> Iterator[Fault]:
+    """Files of keys that cannot be used: pyinfra would stop the whole run at one."""
+    for name, entry in fleet.file.hosts.items():
+        fault = _key_fault(key_path(fleet.folder, entry.key)) if entry.key else None
+        if fault:
+            loc = ("hosts", name, "key")
+            yield Fault(line_of(root, loc), named(loc), printable(fault[0]), printable(fault[1]))
+
+
 def secrets_of(fleet: Fleet, env: Mapping[str, str]) -> dict[str, dict[str, Secret]]:
     """Host -> "password" | "sudo_password" -> value. Raises FleetError with all that is missing."""
-    found, faults = _secrets(fleet, env)
+    found, faults = _secrets(read_yaml(fleet.path), fleet, env)
     if faults:
         raise FleetError(fleet.path, faults)
     return found
 
 
 def _secrets(
-    fleet: Fleet, env: Mapping[str, str]
+    root: CommentedMap, fleet: Fleet, env: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Secret]], list[Fault]]:
     faults: list[Fault] = []
     found: dict[str, dict[str, Secret]] = {}
-    root = read_yaml(fleet.path)
     for name, entry in fleet.file.hosts.items():
         for key in ("password", "sudo_password"):
             ref: SecretRef | None = getattr(entry, key)
@@ -324,16 +270,16 @@ def _secrets(
             loc = ("hosts", name, key)
             where = str(fleet.folder / ref.file) if ref.file else None
             try:
-                secret = read_secret(_named(loc), where, ref.env or "", env, word=False)
+                secret = read_secret(named(loc), where, ref.env or "", env, word=False)
             except SecretError as error:
-                what = str(error).removeprefix(f"{_named(loc)}: ")
-                faults.append(Fault(line_of(root, loc), _named(loc), what, "a file, chmod 600"))
+                what = str(error).removeprefix(f"{named(loc)}: ")
+                faults.append(Fault(line_of(root, loc), named(loc), what, "a file, chmod 600"))
                 continue
             if secret is None:
                 faults.append(
                     Fault(
                         line_of(root, loc),
-                        _named(loc),
+                        named(loc),
                         f"{ref.env} is not in the environment",
                         f"export {ref.env}=…",
                     )

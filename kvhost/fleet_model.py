@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -168,20 +169,22 @@ class HostEntry(_Strict):
     groups: list[Annotated[str, AfterValidator(group_name)]] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _together(self) -> HostEntry:
+    def together(self) -> Iterator[tuple[str, frozenset[str], Refusal]]:
+        """What does not fit together: the key to point at, those that were looked at, and why."""
         if (self.role == "pod") != (self.volume is not None):
-            raise Refusal(
+            why = Refusal(
                 "role: pod and volume belong together: what a pod keeps lies on its volume",
                 "role: pod and volume: /workspace",
             )
+            yield "volume" if self.volume else "role", frozenset({"role", "volume"}), why
         if self.sudo_password is not None and not self.sudo:
-            raise Refusal("sudo_password is given, and sudo is not asked for", "sudo: true")
+            why = Refusal("sudo_password is given, and sudo is not asked for", "sudo: true")
+            yield "sudo_password", frozenset({"sudo", "sudo_password"}), why
         useless = [key for key in CONNECTING if key in self.model_fields_set]
         if self.address == LOCAL and useless:
             what = f"nothing connects to this machine: {', '.join(useless)} means nothing here"
-            raise Refusal(what, 'address: "@local", and sudo: true if sudo asks for no password')
-        return self
+            write = 'address: "@local", and sudo: true if sudo asks for no password'
+            yield useless[0], frozenset(useless), Refusal(what, write)
 
     def from_role(self) -> dict[str, Any]:
         """Settings that come of the role; the host's own come after."""

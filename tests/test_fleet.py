@@ -111,6 +111,80 @@ hosts:
     assert said.startswith(f"9 problems in {tmp_path / 'fleet.yaml'}. No host was reached.")
 
 
+def test_faults_of_every_kind_come_in_one_round(tmp_path: Path) -> None:
+    """Form, settings, secrets among settings, groups, what does not fit together, key files."""
+    text = """\
+settings:
+  cache_limit_gb: 3
+groups:
+  all: {settings: {l1_gib: nope}}
+  b:
+    settings: {api_key: sk-aaaaaaaaaaaaaaaaaaaaaaaa}
+hosts:
+  one:
+    address: root@10.0.0.1
+    key: keys/gone
+    groups: [b, "B B", c]
+    settings: {chunk_size: 1}
+  two:
+    adress: 10.0.0.2
+    role: server
+    volume: /workspace
+    sudo_password: {env: NOT_SET}
+  'a b':
+    address: 10.0.0.3
+    key: keys/gone
+    settings: {hf_token: x, 5: y}
+  four: [10.0.0.4]
+  five:
+    address: 10.0.0.5
+    jump: "a b"
+    role: pod
+    password: {file: secrets/none}
+  six: {address: 10.0.0.5, sudo: 1, sudo_password: {env: NOT_SET}}
+"""
+    with pytest.raises(FleetError) as caught:
+        load_fleet(write(tmp_path, text), env={})
+    assert [(fault.line, fault.key) for fault in caught.value.faults] == [
+        (2, "settings.cache_limit_gb"),
+        (4, "groups.all"),
+        (4, "groups.all.settings.l1_gib"),
+        (6, "groups.b.settings.api_key"),
+        (9, "hosts.one.address"),
+        (10, "hosts.one.key"),
+        (11, "hosts.one.groups"),
+        (11, "hosts.one.groups.1"),
+        (12, "hosts.one.settings.chunk_size"),
+        (13, "hosts.two.address"),
+        (14, "hosts.two.adress"),
+        (15, "hosts.two.role"),
+        (17, "hosts.two.sudo_password"),
+        (18, "hosts.a b"),
+        (20, "hosts.a b.key"),
+        (21, "hosts.a b.settings.5"),
+        (21, "hosts.a b.settings.hf_token"),
+        (22, "hosts.four"),
+        (25, "hosts.five.jump"),
+        (26, "hosts.five.role"),
+        (27, "hosts.five.password"),
+        (28, "hosts.six.sudo"),
+        (28, "hosts.six.sudo_password"),
+    ]
+    assert "sk-aaaa" not in str(caught.value)
+
+
+def test_what_hangs_on_a_broken_part_is_not_told_as_a_fault_of_its_own(tmp_path: Path) -> None:
+    for text, key in {
+        "groups: [gpu]\nhosts:\n  a: {address: x, groups: [gpu]}\n": "groups",
+        "hosts:\n  a: {address: x, role: 3, volume: /w}\n": "hosts.a.role",
+        "hosts:\n  a: {address: x, volume: '', role: pod}\n": "hosts.a.volume",
+        "hosts:\n  a: {address: x}\n  b: {address: x, port: '23'}\n": "hosts.b.port",
+        "hosts:\n  a: {address: x, sudo: 1, sudo_password: {env: A}}\n": "hosts.a.sudo",
+        "hosts:\n  a: {address: ' ', jump: m}\n  b: {address: y, jump: n}\n": "hosts.a.address",
+    }.items():
+        assert [found[1] for found in faults(tmp_path, text)] == [key], text
+
+
 def test_settings_are_checked_where_they_stand(tmp_path: Path) -> None:
     token = "erase-" + "0" * 32
     found = faults(tmp_path, f"""\
