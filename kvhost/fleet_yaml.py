@@ -32,11 +32,20 @@ class Fault:
     write: str
 
 
+def _hidden(fault: Fault) -> Fault:
+    """A secret may stand where nobody expects it, as an address or the name of a file."""
+    if not holds_a_secret([fault.what, fault.write]):
+        return fault
+    what = "holds what looks like a secret (not shown), and a secret never stands in this file"
+    return Fault(fault.line, fault.key, what, "{env: NAME} or {file: secrets/NAME}")
+
+
 class FleetError(ValueError):
     """Every fault of a fleet.yaml; `str()` is the list for people."""
 
     def __init__(self, path: Path, faults: Sequence[Fault]) -> None:
-        self.path, self.faults = path, tuple(sorted(faults, key=lambda f: (f.line, f.key)))
+        self.path = path
+        self.faults = tuple(sorted(map(_hidden, faults), key=lambda f: (f.line, f.key)))
         noun = "problem" if len(faults) == 1 else "problems"
         lines = [f"{len(faults)} {noun} in {path}. No host was reached."]
         for fault in self.faults:

@@ -173,6 +173,25 @@ hosts:
     assert "sk-aaaa" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "key: SECRET",
+        "password: {env: SECRET}",
+        "jump: SECRET/",
+        "groups: [SECRET]",
+        "user: SECRET/",
+    ],
+)
+def test_a_secret_in_an_odd_place_is_not_shown(entry: str, tmp_path: Path) -> None:
+    secret = "hf_" + "a" * 30
+    text = f"hosts:\n  one: {{address: x, {entry.replace('SECRET', secret)}}}\n"
+    with pytest.raises(FleetError) as caught:
+        load_fleet(write(tmp_path, text), env={})
+    assert "hf_" not in str(caught.value)
+    assert caught.value.faults[0].line == 2
+
+
 def test_what_hangs_on_a_broken_part_is_not_told_as_a_fault_of_its_own(tmp_path: Path) -> None:
     for text, key in {
         "groups: [gpu]\nhosts:\n  a: {address: x, groups: [gpu]}\n": "groups",
