@@ -48,8 +48,8 @@ def load_fleet(
     path: Path, folder: Path | None = None, env: Mapping[str, str] | None = None,
     *, keys: bool = True,
 ) -> Fleet:  # fmt: skip
-    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults in one
-    round: with ``env`` (os.environ) those of the secrets too, without ``keys`` none of files of
+    """``folder``: where relative paths begin, if not beside it. Raises FleetError, all faults at
+    once: with ``env`` (os.environ) those of the secrets too, without ``keys`` none of files of
     keys. What hangs on something that has no right form is left out, and nothing else.
     """
     root = read_yaml(path)
