@@ -33,6 +33,15 @@ def lenient_output() -> None:
             reconfigure(errors="backslashreplace")
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, which takes an s.
+
+    >>> counted(1, "drive"), counted(0, "drive")
+    ('1 drive', '0 drives')
+    """
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def printable(text: str) -> str:
     """Text for a terminal: what would steer it (escape codes, directions of writing) is replaced.
 

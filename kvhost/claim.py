@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvhost.basics import counted
 from kvhost.claim_match import mismatches, near_misses, wanted
 from kvhost.claim_reasons import device_of, foreign, formatted, mount_point, no, right_token
 from kvhost.claim_table import drive_lines, listed, title
@@ -80,7 +81,8 @@ def _counted(settings: Settings, drives: Drives, matching: list[Drive]) -> Itera
             "drive_not_found",
             "no drive of this host is the claimed one",
             needed,
-            f"{len(drives.drives)} drives, none of them that" + "".join(f"\n{n}" for n in near),
+            f"{counted(len(drives.drives), 'drive')}, none of them that"
+            + "".join(f"\n{n}" for n in near),
             "copy the drive_by_id of the drive that you mean from the table"
             if any(drive.device and drive.device.by_id for drive in drives.drives)
             else "attach the drive, or correct the drive settings by the table",
@@ -97,7 +99,7 @@ def _counted(settings: Settings, drives: Drives, matching: list[Drive]) -> Itera
     elif len(matching) < count:
         yield no(
             "drive_too_few",
-            f"{len(matching)} of {count} drives are there",
+            f"only {len(matching)} of {count} drives found",
             needed,
             ", ".join(title(device_of(drive)) for drive in matching),
             f"attach the others, or set drive_count = {len(matching)}",

@@ -55,6 +55,10 @@ _OF_THE_MACHINE = frozenset(
 )
 
 
+#: of more hosts it is not told where the API of each answers
+FEW = 4
+
+
 class Commands(click.Group):
     """The commands of this module, and those of LAZY. A full or read-only disk is one line."""
 
@@ -306,10 +310,24 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         kept = os.environ.get(journal.VARIABLE)
         rows = journal.read_journal(Path(kept)).rows.values() if kept else ()
         click.echo("no verdict: " + ("verify is never" if untested else cli_up.none_done(rows)))
+        if untested:
+            _tell_apis(entries)
         return 0 if untested else 1
     code_of_all = worst(list(verdicts.values()))
     # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1
-    return code_of_all if code_of_all or not code else 1
+    if code_of_all or code:
+        return code_of_all or 1
+    _tell_apis(entries)
+    return 0
+
+
+def _tell_apis(entries: list[dict[str, str]]) -> None:
+    """Where the API answers, after a good run of a few hosts."""
+    apis = {(one["host"], one["api"]): one["model"] for one in entries if "api" in one}
+    if len({host for host, _ in apis}) <= FEW:
+        for (host, url), model in apis.items():
+            where = "" if host == "@local" else f" on {printable(host)}"
+            click.echo(f"API{where}: {url} (model {printable(model)})")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.bundle import BundleError, bundle_name, make_bundle
 from kvhost.cli_matrix import _matrix, locks_dir
 from kvhost.locks import read_lock
@@ -59,7 +59,9 @@ def bundle_command(
         made = make_bundle(target, lock, tools, wanted if packages else ())
     except (BundleError, LockError) as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"{made.path}: {made.files} files, {size(made.bytes)}, every one by its hash")
+    click.echo(
+        f"{made.path}: {counted(made.files, 'file')}, {size(made.bytes)}, every one by its hash"
+    )
     click.echo(f'engine_bundle = "{made.path.resolve()}"')
 
 
@@ -72,4 +74,4 @@ def _check(path: Path) -> None:
         shown = [printable(fault) for fault in faults]
         raise click.ClickException("\n  ".join((f"{path} is not as it was made:", *shown)))
     what = f"{manifest['lock']} for Python {manifest['python']}"
-    click.echo(f"{path}: whole, {len(manifest['files'])} files, {what}")
+    click.echo(f"{path}: whole, {counted(len(manifest['files']), 'file')}, {what}")

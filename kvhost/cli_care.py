@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhost import asking
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.cli_up import Runner
 from kvhost.plan_types import size
 
@@ -80,7 +80,8 @@ def purge(
     # without files there may still be memory: chunks that the pruner took from the disk
     restarts = [host["host"] for host in found if host["restarts"] or "namespace" not in what]
     console.print(
-        f"{total} files, {size(sum(host['bytes'] for host in found))}. They are unlinked, not "
+        f"{counted(total, 'file')}, {size(sum(host['bytes'] for host in found))}. "
+        f"{'It is' if total == 1 else 'They are'} unlinked, not "
         "overwritten: copies in backups and snapshots, and blocks on the disk, stay."
     )
     if restarts:
@@ -93,7 +94,8 @@ def purge(
         return 1
     code, gone = ask(run, inventory, "deploys/purge.py", args, {"verb": "remove", **what})
     for host in gone:
-        console.print(f"{host['host']}: removed {host['files']} files, {size(host['bytes'])}")
+        files = counted(host["files"], "file")
+        console.print(f"{host['host']}: removed {files}, {size(host['bytes'])}")
     return code or int(len(gone) != len(found))
 
 
@@ -143,6 +145,8 @@ def show_logs(host: str, services: dict[str, Any]) -> None:
         for line in block["lines"]:
             click.echo(f"  {printable(line)}")
     for name, row in services.items():
-        click.echo(f"{host} {name}: the last {len(row['lines'])} lines of {row['source']}")
+        click.echo(
+            f"{host} {name}: the last {counted(len(row['lines']), 'line')} of {row['source']}"
+        )
         for line in row["lines"]:
             click.echo(f"  {printable(line)}")

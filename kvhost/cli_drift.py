@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhost import journal, receipts
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.cli_care import ask
 from kvhost.cli_up import INTERRUPTED, Runner
 
@@ -55,21 +56,40 @@ def drift(run: Runner, inventory: str, args: tuple[str, ...], *, as_json: bool) 
 def show(found: dict[str, Any]) -> None:
     console, table = Console(), Table()
     for name in ("host", "part", "what", "should be", "is"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name in ("part", "what"))
+    lines: list[str] = []
+    width = max(16, (console.width - 40) // 2)
     for host, told in found.items():
         for row in told["rows"]:
-            cells = (host, row["part"], row["what"], row["wanted"], row["found"])
+            path = at_slashes(row["what"], width)
+            cells = (host, row["part"], path, row["wanted"], row["found"])
             table.add_row(*map(printable, cells))
         for why in told["unreadable"]:
-            table.add_row(*map(printable, (host, "unreadable", why, "", "not known")))
+            lines.append(f"{host}: not known: {why}")
     if table.row_count:
         console.print(table)
+    for line in lines:
+        click.echo(printable(line))
     for host, told in found.items():
-        count = len(told["rows"])
-        what = {"same": "no drift", "drift": f"DRIFT, {count} differences"}
+        count = counted(len(told["rows"]), "difference")
+        what = {"same": "no drift", "drift": f"DRIFT, {count}"}
         click.echo(f"{printable(host)}: {what.get(told['status'], 'COULD NOT BE COMPARED')}")
     if not found:
         click.echo("no host was asked: see above")
+
+
+def at_slashes(text: str, width: int) -> str:
+    """A path on lines of ``width``, each ending behind a slash: a name of a file is never cut.
+
+    >>> at_slashes("/var/lib/kvhost/etc/vllm.yaml", 20)
+    '/var/lib/kvhost/etc/\\nvllm.yaml'
+    """
+    lines = [""]
+    for piece in re.split("(?<=/)", text):
+        if lines[-1] and len(lines[-1] + piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ...]) -> int:
@@ -117,7 +137,7 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
         table.add_row(*map(printable, (key, str(old)[:80], str(new)[:80])))
     Console().print(table)
     click.echo(
-        f"{printable(host)}: rebuilt, but its receipt differs in {len(differing)} places; "
-        f"the one of before is kept as {aside}"
+        f"{printable(host)}: rebuilt, but its receipt differs in "
+        f"{counted(len(differing), 'place')}; the one of before is kept as {aside}"
     )
     return DRIFT

@@ -18,7 +18,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from kvhost import known_hosts, look
 from kvhost._problems import Refusal, short
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.cli_care import ask
 from kvhost.cli_run import FLEET_INVENTORY, copy_root, fleet_hosts, pyinfra
 from kvhost.fleet import FLEET_VARIABLE, KNOWN_HOSTS, key_path, load_fleet
@@ -50,7 +50,7 @@ def init(folder: Path) -> None:
         step = "kvhost plan" if fleet_hosts(folder) else 'kvhost inventory add "ssh root@…"'
     except FleetError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"{folder}: {len(made.written)} files written. Next: cd {folder}; {step}")
+    click.echo(f"{folder}: {counted(len(made.written), 'file')} written. Next: cd {folder}; {step}")
 
 
 @click.group("inventory")

@@ -13,7 +13,7 @@ import click
 
 from kvhost._problems import Refusal
 from kvhost._values import is_hub_id, model_source
-from kvhost.basics import HF_TOKEN_VARIABLE
+from kvhost.basics import HF_TOKEN_VARIABLE, counted
 from kvhost.plan_types import size
 
 ENDPOINT = "https://huggingface.co"
@@ -39,7 +39,8 @@ def model_command(name: str, revision: str) -> None:
     weights = [n for path, n in files.items() if path.endswith(".safetensors")]
     if not weights:
         raise click.ClickException(f"{name} has no safetensors weights: kvhost does not serve it")
-    click.echo(f"{name} at {revision}: {len(weights)} files of weights, {size(sum(weights))}")
+    count = counted(len(weights), "file")
+    click.echo(f"{name} at {revision}: {count} of weights, {size(sum(weights))}")
     click.echo(f'model_source = "{name}"\nmodel_revision = "{info["sha"]}"')
 
 

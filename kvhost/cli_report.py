@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.report_html import write_pages, write_text
 from kvhost.report_junit import junit
 from kvhost.report_views import HostView, fleet, load_hosts
@@ -56,15 +56,11 @@ def report(
     sys.exit(0)
 
 
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
-
-
 def _write(views: Sequence[HostView], html: Path | None, junit_file: Path | None) -> list[str]:
     told = []
     if html is not None:
         pages = write_pages(html, views)
-        told.append(f"{len(pages)} pages, begin with {html / 'index.html'}")
+        told.append(f"{counted(len(pages), 'page')}, begin with {html / 'index.html'}")
     if junit_file is not None:
         write_text(junit_file, junit(views))
         told.append(f"JUnit XML: {junit_file}")
@@ -83,7 +79,7 @@ def _show(views: Sequence[HostView], host: str | None, history: bool) -> None:
             for result in stands.results:
                 console.print(verdict_table(view.host, result.verdict))
             _not_made(console, view)
-            console.print(Text(f"\n{_runs(len(view.reports))}, the newest last:"))
+            console.print(Text(f"\n{counted(len(view.reports), 'run')}, the newest last:"))
             _lines(console, view.reports[-10:])
         elif stands is not None:
             _lines(console, [stands])

@@ -16,7 +16,7 @@ from typing import TextIO
 import click
 
 from kvhost import journal
-from kvhost.basics import printable
+from kvhost.basics import counted, printable
 from kvhost.journal import RESULTS, Row, Told
 
 #: runs a deploy file: (inventory, deploy, arguments) -> exit code
@@ -206,7 +206,8 @@ def _unhealthy(
 
 def _stopped(bad: Sequence[Row], untouched: int) -> None:
     which = ", ".join(f"{row.host} ({_what(row)})" for row in bad)
-    click.echo(f"STOPPED: {which}. {untouched} hosts were not begun and are as they were.")
+    left = f"{counted(untouched, 'host')} {'was' if untouched == 1 else 'were'} not begun"
+    click.echo(f"STOPPED: {which}. {left}, and nothing was changed there.")
 
 
 def _what(row: Row) -> str:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvhost.basics import counted
 from kvhost.claim import claim
 from kvhost.claim_match import mismatches, sizes
 from kvhost.claim_reasons import IN_USE
@@ -49,7 +50,7 @@ def render_drives(hosts: Mapping[str, tuple[Settings, Drives | str]]) -> Rendera
         if isinstance(drives, str):
             parts.append(Text(plain(f"{host}: drives not readable: {drives}"), "bold red"))
             continue
-        table = Table(title=f"{host}: {len(drives.drives)} drives", title_justify="left",
+        table = Table(title=f"{host}: {counted(len(drives.drives), 'drive')}", title_justify="left",
                       title_style="bold", box=None, padding=(0, 2, 0, 0))  # fmt: skip
         for name in ("drive", "what it is", "what kvhost thinks, and why"):
             table.add_column(name, overflow="fold")

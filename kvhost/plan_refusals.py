@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from kvhost.basics import counted
 from kvhost.plan_accelerator import accelerator_refusals
 from kvhost.plan_drives import drive_refusals
 from kvhost.plan_host import (
@@ -374,7 +375,7 @@ def _model_dir(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             f"a directory with config.json and safetensors at {path}",
             str(model.why)
             if model.data is None
-            else f"{len(model.data.files)} files, no config.json",
+            else f"{counted(len(model.data.files), 'file')}, no config.json",
             "set model_source to the model's directory on the host",
         )
     elif model.data.blocked_by or model.data.closed:

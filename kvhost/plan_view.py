@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvhost.basics import counted
 from kvhost.plan_types import Action, Plan, Refusal, State
 
 STYLES: dict[State, str] = {"change": "yellow", "keep": "green", "unknown": "magenta"}
@@ -31,9 +32,7 @@ def _plan(host: str, plan: Plan) -> RenderableType:
     changes = sum(action.state == "change" for action in plan.actions)
     unknown = sum(action.state == "unknown" for action in plan.actions)
     if plan.refusals:
-        verdict, style = f"refused, {len(plan.refusals)} reasons", "bold red"
-        if len(plan.refusals) == 1:
-            verdict = "refused, 1 reason"
+        verdict, style = f"refused, {counted(len(plan.refusals), 'reason')}", "bold red"
     elif changes or unknown:
         verdict, style = f"{changes} to change" + (f", {unknown} unknown" * bool(unknown)), "bold"
     else:

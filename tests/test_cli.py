@@ -11,11 +11,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, cli_matrix, cli_run
-from kvhost.basics import EXIT_CODES
+from kvhost import cli, cli_drift, cli_matrix, cli_run
+from kvhost.basics import EXIT_CODES, counted
 from kvhost.cli_up import INTERRUPTED
 from kvhost.foreign_model import parse_foreign
 from kvhost.matrix import load_matrix
+from kvhost.onhost.evidence_steps import run_step
 from kvhost.reports import make_report, tell_summary, write_report
 from kvhost.sizing import DTYPES, SizeError, dtype_named
 from kvhost.verdict_foreign import judge_foreign
@@ -103,6 +104,52 @@ def test_a_service_or_level_of_no_log_is_wrong_usage(words: tuple[str, str]) -> 
     assert words[1] in text
 
 
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        ({"ttft_s": 8.754, "usage_cached_tokens": 0}, "8.75 s, 0 cached tokens"),
+        ({"ttft_s": 0.5, "usage_cached_tokens": None}, "0.50 s"),
+        (
+            {"busy": 1, "foreign": 0, "own": 3},
+            "1 request now, 0 requests of others, 3 requests of kvhost's own",
+        ),
+        ({"removed": 69, "bytes": 7_000_000, "left": 0, "why": None}, "69 removed, 7.0 MB, 0 left"),
+        ({"expected_files": 2, "sizes": [1], "waited_s": 1.21, "timed_out": False},
+         "2 expected files, waited 1.2 s, not timed out"),
+        ({"exit_code": 0, "ready_s": 12.0}, "exit code 0, ready 12.0 s"),
+        (None, ""),
+        ("a word", "a word"),
+    ],
+)  # fmt: skip
+def test_a_step_of_the_test_is_told_in_words(
+    shown: object, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_step([], "cold request", lambda: shown, None)
+    assert capsys.readouterr().err == f"cold request ... 0.0 s  {line}".rstrip() + "\n"
+
+
+def test_a_count_of_one_is_singular() -> None:
+    assert [counted(n, "drive") for n in (0, 1, 2)] == ["0 drives", "1 drive", "2 drives"]
+    row = {"part": "file", "what": "/var/lib/kvhost/etc/vllm.yaml", "wanted": "a", "found": "b"}
+    assert cli_drift.at_slashes(row["what"], 20) == "/var/lib/kvhost/etc/\nvllm.yaml"
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_drift_breaks_a_path_at_its_slashes(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = "/var/lib/kvhost/bin/evidence_foreign_parts.py"
+    row = {"part": "file", "what": path, "wanted": "kvhost 600", "found": "kvhost 644"}
+    away = {"status": "unreadable", "rows": [], "unreadable": ["it could not be reached"]}
+    cli_drift.show({"web-1": {"status": "drift", "rows": [row], "unreadable": []}, "b": away})
+    text = capsys.readouterr().out
+    assert "evidence_foreign_parts.py" in text and max(map(len, text.splitlines())) <= columns
+    assert (path in text) == (columns == 200)
+    assert "web-1: DRIFT, 1 difference\n" in text
+    assert "b: not known: it could not be reached\n" in text
+
+
 STARTED = {"host": "a"}
 
 
@@ -138,6 +185,36 @@ def test_the_exit_code_is_the_runs_and_the_verdicts(
     monkeypatch.setattr(cli, "pyinfra", pyinfra)
     got, text = run("up")
     assert (got, words in text) == (wanted, True), text
+
+
+API = {"host": "@local", "api": "http://127.0.0.1:8000/v1", "model": "kvhost-builtin"}
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "told", "said"),
+    [
+        (0, "up", [API, verdict("PASS")], True),
+        (0, "up", [API], True),  # verify = never
+        (1, "up", [API, verdict("FAIL")], False),
+        (1, "up", [API, verdict("PASS"), {"host": "b"}], False),
+    ],
+)
+def test_a_good_run_says_where_the_api_answers(
+    monkeypatch: pytest.MonkeyPatch, code: int, command: str, told: list[dict[str, str]], said: bool
+) -> None:
+    def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        for entry in told:
+            tell_summary(**entry)
+        return code
+
+    monkeypatch.setattr(cli, "pyinfra", pyinfra)
+    lines = run(command)[1].splitlines()
+    line = "API: http://127.0.0.1:8000/v1 (model kvhost-builtin)"
+    assert lines.count(line) == int(said), lines
+    told[0] = API | {"host": "web"}
+    assert (line.replace("API", "API on web") in run(command)[1]) == said
+    told[:1] = [API | {"host": f"h{n}"} for n in range(5)]
+    assert "API" not in run(command)[1]
 
 
 def test_disrupt_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

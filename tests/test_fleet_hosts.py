@@ -75,5 +75,5 @@ def test_a_rolling_change_stops_and_leaves_the_rest(site: Site) -> None:
     site.hosts["h7"].root("systemctl", "stop", "kvhost-pruner")
     told = site.fleet.run("drift", *change, timeout=300)
     assert told.code == 2
-    for text in ("h6: DRIFT, 1 differences", "h7: DRIFT, 1 differences", "h8: no drift"):
+    for text in ("h6: DRIFT, 1 difference\n", "h7: DRIFT, 1 difference\n", "h8: no drift"):
         assert text in told.text, told.text[-3000:]

@@ -9,6 +9,9 @@ from deploys.common.looks import Ask
 from deploys.common.rendered import last_namespace, resolved_path
 from deploys.verify.operations import restart_test, settle, settle_command
 from kvhost.journal import tell
+from kvhost.reports import tell_summary
+from kvhost.runners import runners_of
+from kvhost.services import api_url, served_name
 
 
 def asks(run: Run) -> Iterator[Ask]:
@@ -22,6 +25,10 @@ def asks(run: Run) -> Iterator[Ask]:
 
 def deploy(run: Run, *, always: bool = False) -> None:
     """``always``: also when nothing has changed since the last verdict."""
+    if not always:
+        for one in runners_of(run.settings):
+            url = f"{api_url(one.settings)}/v1"
+            tell_summary(run.host, api=url, model=served_name(one.settings))
     if run.settings.verify != "never" or always:
         asked = always or run.settings.verify == "always"
         restart_test(name="verify: does the KV cache survive a restart", run=run, asked=asked)
