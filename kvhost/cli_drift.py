@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvhost import journal, receipts
+from kvhost._problems import nearest
 from kvhost.basics import counted, printable
 from kvhost.cli_care import ask
 from kvhost.cli_up import INTERRUPTED, Runner
@@ -101,7 +102,11 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     try:
         before = receipts.load(folder, host)
     except receipts.NoReceipt as why:
-        click.echo(f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.")
+        meant = nearest(host, [path.stem for path in folder.glob("*.json")])
+        hint = f" Did you mean {printable(meant)}?" if meant and meant != host else ""
+        click.echo(
+            f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.{hint}"
+        )
         return ERROR
     try:
         aside = receipts.set_aside(folder, host)
@@ -111,7 +116,7 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     try:
         code = up(("--limit", host, *args))
     except click.exceptions.Exit:  # the arguments are wrong, nothing was done
-        aside.replace(receipts.path_of(folder, host))
+        aside.unlink()  # the receipt itself is where it was
         raise
     if code:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from kvhost import cli_drift, receipts
@@ -310,3 +311,21 @@ def test_a_rebuild_compares_with_what_the_host_was(
         assert (aside if expected == 2 else path).read_text() == before
     assert cli_drift.rebuild("b", up, ()) == 1
     assert len(ran) == 1
+
+
+def test_a_rebuild_with_wrong_arguments_leaves_the_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVHOST_RECEIPTS", str(tmp_path))
+    path = receipts.keep(tmp_path, "gpu-1", {"settings": "s"}, None)
+    before = path.read_text()
+
+    def up(args: tuple[str, ...]) -> int:
+        raise click.exceptions.Exit(2)  # as pyinfra's: no such host in the inventory
+
+    with pytest.raises(click.exceptions.Exit):
+        cli_drift.rebuild("gpu-1", up, ())
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == before
+    assert cli_drift.rebuild("gpu1", up, ()) == 1
+    assert "Did you mean gpu-1?" in capsys.readouterr().out

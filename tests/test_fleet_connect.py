@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvhost import working_copy
-from tests.lab.nspawn import Host, Lab
+from tests.lab.nspawn import Host, Lab, until
 
 pytestmark = [
     pytest.mark.fleet,
@@ -63,6 +64,7 @@ class Site:
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         return subprocess.run(
             self.lab.argv(*argv), cwd=self.copy, text=True, timeout=120, check=False,
+            start_new_session=True,  # no terminal
             env={**keep, "PYTHONPATH": f"{self.copy}:{REPO}", "HOME": str(self.copy), **env},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -201,6 +203,32 @@ def test_an_sshd_without_sftp(site: Site) -> None:
         assert "there is no scp" in refused.stdout
     finally:
         site.one.root("mv", "/usr/bin/scp.away", "/usr/bin/scp")
+
+
+def test_a_key_with_a_passphrase_by_the_agent(site: Site, tmp_path: Path) -> None:
+    """A login with the agent's key, where the agent holds others too; without it, one line."""
+    key, other, socket, ask = (tmp_path / name for name in ("id", "other", "agent.sock", "ask"))
+    shutil.copy(site.lab.key, key)
+    shutil.copy(site.lab.key.with_suffix(".pub"), tmp_path / "id.pub")
+    new = ("ssh-keygen", "-q", "-f")
+    subprocess.run([*new, str(key), "-p", "-P", "", "-N", PASSWORD], check=True)
+    subprocess.run([*new, str(other), "-t", "ed25519", "-N", ""], check=True)
+    ask.write_text(f"#!/bin/sh\necho {shlex.quote(PASSWORD)}\n")
+    ask.chmod(0o700)
+    env = {"SSH_AUTH_SOCK": str(socket)}
+    asks = {**env, "SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": ":0"}
+    with subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL) as agent:
+        try:
+            until(socket.exists, 10, "the agent's socket")
+            assert site.run("ssh-add", str(other), str(key), **asks).returncode == 0
+            line = f"ssh -i {key} deploy@{site.one.address}"
+            done = site.kvhost("inventory", "add", line, "--name", "locked", **env)
+            assert done.returncode == 0, done.stdout
+            assert "Success" in site.pyinfra("exec", "--", "true", **env).stdout
+        finally:
+            agent.terminate()
+    alone = site.pyinfra("exec", "--", "true", SSH_AUTH_SOCK="")
+    assert f"{key} has a passphrase, and there is no terminal" in alone.stdout
 
 
 def sshd_with(host: Host, key: str) -> None:

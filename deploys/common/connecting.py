@@ -143,6 +143,9 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
             raise ConnectError(_explained(host, str(error))) from error
         except ssh_key.KeyFault as error:
             raise ConnectError(f"ssh_key (in fleet.yaml: key): {error}") from error
+        except PyinfraError as error:  # all else that it says of a key is told by _key
+            why = f"{error}; the passphrase that was typed does not open it"
+            raise ConnectError(f"ssh_key (in fleet.yaml: key): {why}") from error
         except Exception as error:  # pyinfra would stop all hosts: a port that is no number, …
             said = f"{type(error).__name__}: {error}"
             raise ConnectError(f"cannot be connected to with what is set: {said}") from error
