@@ -21,6 +21,7 @@ class WithCopy(build_py):
     def run(self) -> None:
         super().run()
         top = Path(self.build_lib, "kvhost", "_copy")
+        shutil.rmtree(top, ignore_errors=True)  # build/ may hold what an older version copied
         for name, path in files(HERE):
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, top / name)

@@ -173,6 +173,9 @@ def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: b
         return done.stdout
 
     quiet = ("-q", "--disable-pip-version-check")
+    left = repo / "build/lib/kvhost/_copy/inventories/mine.py"  # of a build before this one
+    left.parent.mkdir(parents=True)
+    left.write_text("hosts = []")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python, kvhost = tmp_path / "venv/bin/python", tmp_path / "venv/bin/kvhost"
     run(python, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", tmp_path, repo, cwd=tmp_path)
@@ -189,6 +192,8 @@ def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: b
     assert not [name for name in ("deploys", "tests", "deploy.py", "config.py")
                 if (site / name).exists()]  # fmt: skip
     run(kvhost, "init", "mine", cwd=tmp_path)
+    inventories = {path.name for path in (tmp_path / "mine/inventories").iterdir()}
+    assert inventories == {"fleet.py", "home.py", "pod.py", "rented_vm.py"}
     planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json",
                   "--data", "base_dir=/var/lib/kvhost-wheel",
                   cwd=tmp_path / "mine/locks")  # fmt: skip
