@@ -6,6 +6,7 @@ reaches a host. The words (Action, Refusal, …) are in plan_types, the reasons 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +38,7 @@ from kvhost.plan_types import (
 )
 from kvhost.plan_upgrade import upgrade, upgrade_notes
 from kvhost.receipt import system_of
-from kvhost.report import HostReport, Kvhost, Namespace, Part
+from kvhost.report import ForeignProcess, HostReport, Kvhost, Namespace, Part
 from kvhost.runners import runners_of, whose_config
 from kvhost.services import model_dir
 from kvhost.settings import Settings
@@ -316,12 +317,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         notes.append(f"tier_dir holds what is not kvhost's and stays untouched: {foreign}.")
     if report.adoptable.status == "unreadable":
         notes.append(f"What could be adopted here is not known: {report.adoptable.why}.")
-    engines: dict[tuple[str, int], list[str]] = {}
-    for process in adoptable.processes if adoptable else []:
-        engines.setdefault((process.comm, process.uid), []).append(str(process.pid))
-    if engines:
-        each = (f"{comm} of uid {uid} ({', '.join(pids)})" for (comm, uid), pids in engines.items())
-        notes.append(f"Runs here already, not kvhost's, left alone: {'; '.join(each)}.")
+    notes += _engine_notes(adoptable.processes if adoptable else [])
     if (
         kvhost
         and not facts.with_key
@@ -340,6 +336,18 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             notes.append(f"Hugging Face cache of {cache.user}, {cache.path}: {listed}.")
     notes += upgrade_notes(settings, report, facts)
     return notes + drive_notes(settings, report) + _costs(settings, report, facts)
+
+
+def _engine_notes(processes: Sequence[ForeignProcess]) -> Iterator[str]:
+    """What runs here already, an installation of kvhost apart from what is no kvhost's."""
+    found: dict[str | None, dict[tuple[str, int], list[str]]] = {}
+    for one in processes:
+        engines = found.setdefault(one.installation, {})
+        engines.setdefault((one.comm, one.uid), []).append(str(one.pid))
+    for base, engines in found.items():
+        each = (f"{comm} of uid {uid} ({', '.join(pids)})" for (comm, uid), pids in engines.items())
+        whose = "not kvhost's" if base is None else f"another kvhost installation in {base}"
+        yield f"Runs here already, {whose}, left alone: {'; '.join(each)}."
 
 
 def _costs(settings: Settings, report: HostReport, facts: PlanInputs) -> list[str]:

@@ -133,7 +133,16 @@ def _units(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
         if units.data is None:
             yield unreadable("runner", "systemd's units", units.why)
         for unit in units.data or []:
-            if not unit.ours:
+            if unit.installation is not None:
+                yield Refusal(
+                    "runner",
+                    "unit_taken",
+                    f"{unit.path} is of another kvhost installation in {unit.installation}",
+                    "one installation on a host with systemd",
+                    f"base_dir {unit.installation} there, {settings.base_dir} here",
+                    f"base_dir = {unit.installation!r}, or remove.py with that base_dir first",
+                )
+            elif not unit.ours:
                 yield Refusal(
                     "runner",
                     "unit_taken",

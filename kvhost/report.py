@@ -294,10 +294,12 @@ NOT_TOLD: Part[Any] = Part[Any](status="absent", why="the report does not tell o
 
 
 class OwnUnit(_Model):
-    """A unit of kvhost's names; `ours`: of this installation and in its place."""
+    """A unit of kvhost's names; `ours`: of this installation and in its place; `installation`:
+    base_dir of another one that wrote it."""
 
     path: str
     ours: bool
+    installation: str | None = None
 
 
 class Kvhost(_Model):
@@ -327,12 +329,14 @@ class Kvhost(_Model):
 
 
 class ForeignProcess(_Model):
-    """An engine that kvhost did not start; secrets in `argv` are masked."""
+    """An engine that this kvhost did not start; secrets in `argv` are masked. `installation`:
+    base_dir of another kvhost on this host, that did."""
 
     pid: int
     comm: str
     argv: list[str]
     uid: int
+    installation: str | None = None
 
 
 class HfModel(_Model):

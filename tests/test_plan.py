@@ -49,6 +49,10 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("unit_taken", {"pid1.systemd": True, "kvhost.units": ok([
         {"path": "/etc/systemd/system/kvhost-cache.service", "ours": False}])}, {},
      "kvhost wrote for /var/lib/kvhost", "another's unit, a link, or masked"),
+    ("unit_taken", {"pid1.systemd": True, "kvhost.units": ok([
+        {"path": "/etc/systemd/system/kvhost-cache.service", "ours": False,
+         "installation": "/srv/kv"}])}, {},
+     "one installation", "base_dir /srv/kv there, /var/lib/kvhost here"),
     ("unsupported_os", {"os.version_id": "11"}, {}, "Debian 12", "debian 11"),
     ("unsupported_os", {"os.id": "ubuntu", "os.version_id": "20.04"}, {}, "22.04", "ubuntu 20.04"),
     ("unsupported_os", {"os.id": "fedora", "os.version_id": "42"}, {}, "Debian 12", "fedora 42"),

@@ -208,7 +208,10 @@ def test_a_model_of_the_hub() -> None:
         ({"kvhost.tier": ok({"namespaces": [], "foreign": ["cat.jpg"]})}, {}, "untouched: cat.jpg"),
         ({"adoptable.units": ["ollama.service"]}, {}, "systemd unit ollama.service"),
         ({"adoptable.processes": [{"pid": 9, "comm": "vllm", "argv": ["vllm", "serve"], "uid": 1}]},
-         {}, "left alone: vllm of uid 1 (9)."),
+         {}, "already, not kvhost's, left alone: vllm of uid 1 (9)."),
+        ({"adoptable.processes": [{"pid": 9, "comm": "vllm", "argv": ["vllm", "serve"], "uid": 1,
+                                   "installation": "/srv/kv"}]}, {},
+         "already, another kvhost installation in /srv/kv, left alone: vllm of uid 1 (9)."),
         ({**installed_host(), "kvhost.files": ok({"/var/lib/kvhost/secrets/api-key": {
           "uid": 990, "mode": "0600", "sha256": None}})}, {}, "THE API KEY IS REMOVED"),
         ({"adoptable.hf_caches": [{"user": "ann", "path": "/h", "models":

@@ -46,6 +46,8 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
         str(place / "kvhost-pruner.service"): False,
         str(vendor): False,  # it would be shadowed
     }
+    others = {row["path"]: row["installation"] for row in held.own_units(base)}
+    assert others == dict.fromkeys(found) | {str(place / "kvhost-runner.service"): "/srv/other"}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,22 @@ def test_engines_that_are_not_kvhosts_are_adoptable(
     assert ours.pid not in rows
     assert recorded.pid not in rows
     assert other.pid not in rows
+
+
+def test_another_installation_of_kvhost_is_told_by_its_command_lines(
+    open_dir: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    there = open_dir / "there"
+    put(there / "state/run.lock.guard", "")
+    served = start(there / "envs/0123456789abcdef/bin/vllm", "serve")
+    conda = start(open_dir / "conda/envs/mine/bin/vllm", "serve")  # looks alike, and is none
+    rows = {p.pid: p for p in ok(parse_report(run_script(open_dir / "base")).adoptable).processes}
+    assert rows[served.pid].installation == str(there)
+    assert rows[conda.pid].installation is None
+    every = held.processes()
+    every[10**8] = {"argv": ["VLLM::EngineCore"], "ppid": served.pid}
+    assert held.installation(10**8, every) == str(there)  # its own line says nothing
+    assert held.installation(os.getpid(), every) is None
 
 
 def test_foreign_units_are_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

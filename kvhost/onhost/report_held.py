@@ -8,6 +8,7 @@ alone. Read only. Secrets in command lines are masked, of secret files no digest
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import ipaddress
@@ -32,6 +33,11 @@ UNIT = re.compile(rf"kvhost-({SERVICE.pattern})\.service")
 UNIT_DIRS = ("etc", "run", "usr/lib", "lib")  # of systemd, the first one counts
 NAMESPACE = ".kvhost-namespace.json"  # what a namespace is the digest of
 ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervisord)$|^VLLM::")
+#: a program or file of an installation of kvhost, in a command line; group 1: its base_dir
+OF_KVHOST = re.compile(
+    r"(/.+?)/(?:(?:envs|tools)/[^/]+/|current/|bin/[a-z_]+\.py$|etc/(?:supervisord\.conf|vllm)).*"
+)
+WRITTEN_FOR = re.compile(r"# Written by kvhost for (/.*?)\. ")  # kvhost/units.py
 UNITS = ("vllm*", "lmcache*", "ollama*", "llama-server*")
 _SECRET = r"(?:api[-_]?key|key|token|secret|password|passwd|credentials?|auth)"
 SECRET_NAME = re.compile(rf"(?i)(?:^|[-_.]){_SECRET}$")
@@ -378,8 +384,10 @@ def own_units(base: Path) -> list[Data]:
                 continue
             plain = stat.S_ISREG(path.lstat().st_mode)
             first = path.read_text(errors="replace")[:4096] if plain else ""
-            ours = top == "etc" and first.startswith(f"# Written by kvhost for {base}. ")
-            rows.append({"path": str(path), "ours": ours})
+            for_base = first.startswith(f"# Written by kvhost for {base}. ")
+            found = None if for_base else WRITTEN_FOR.match(first)
+            rows.append({"path": str(path), "ours": top == "etc" and for_base,
+                         "installation": found[1] if found else None})  # fmt: skip
     return rows
 
 
@@ -418,6 +426,18 @@ def programs(argv: list[str]) -> list[str]:
     return names
 
 
+def installation(pid: int, rows: dict[int, Data]) -> str | None:
+    """base_dir of the kvhost that runs a process: that of its command line or its parents'."""
+    while pid in rows:
+        for word in rows[pid]["argv"]:
+            found = OF_KVHOST.fullmatch(word)  # conda has envs/ too: what lies there decides
+            with contextlib.suppress(OSError):
+                if found and base_state(Path(found[1]))["owner"] == "kvhost":
+                    return found[1]
+        pid = rows[pid]["ppid"]
+    return None
+
+
 def adoptable(base: Path, service_user: str) -> Data:
     """Engines, caches of models and units that are here and not kvhost's."""
     mine: set[int] = set()
@@ -426,11 +446,12 @@ def adoptable(base: Path, service_user: str) -> Data:
     for row in records:
         mine.update(row["pids"])
     found = []
-    for pid, p in sorted(processes().items()):
+    every = processes()
+    for pid, p in sorted(every.items()):
         ours = pid in mine or any(f"{base}/" in w for w in p["argv"])
         if not ours and any(ENGINES.match(w) for w in (p["comm"], *programs(p["argv"]))):
             row = {"pid": pid, "comm": p["comm"], "argv": masked(p["argv"]), "uid": p["uid"]}
-            found.append(row)
+            found.append({**row, "installation": installation(pid, every)})
     caches, names = [], {"root", service_user, os.environ.get("SUDO_USER")}
     homes = {u.pw_dir: u.pw_name for u in pwd.getpwall() if u.pw_name in names or u.pw_uid == me}
     for home, name in sorted(homes.items()):
