@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         made.add_here("a", TOP)
         ran = made.run("up")
         assert ran.code == 0, ran.text[-4000:]
+        assert re.search(r"^API on a: http://127\.0\.0\.1:\d+/v1 \(model .+\)$", ran.text, re.M)
         yield made
     finally:
         subprocess.run(["umount", TOP / "a/tier"], capture_output=True, check=False)
