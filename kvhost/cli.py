@@ -250,7 +250,12 @@ def purge(
     show_default=True,
     help="The lowest that is shown.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> service.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object, host -> service; why there is none: 'unreadable'.",
+)
 @hosts_and_passed_on
 def logs(
     inventory: str,

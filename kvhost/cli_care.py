@@ -7,13 +7,14 @@ import json
 import os
 import re
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from kvhost import asking
+from kvhost import asking, journal
 from kvhost.basics import counted, printable
 from kvhost.cli_up import Runner
 from kvhost.plan_types import size
@@ -31,6 +32,29 @@ def ask(
             for name in (asking.QUESTION, asking.ANSWERS):
                 os.environ.pop(name, None)
         return code, asking.answers(folder)
+
+
+def ask_all(
+    run: Runner, inventory: str, deploy: str, args: tuple[str, ...], question: dict[str, Any]
+) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
+    """As ask(), and host -> why of each that was asked and gave no answer, in the fleet's order."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "journal")
+        os.environ[journal.VARIABLE] = str(kept)
+        try:
+            code, found = ask(run, inventory, deploy, args, question)
+        finally:
+            os.environ.pop(journal.VARIABLE, None)
+        rows = journal.read_journal(kept).rows if kept.exists() else {}
+    answered = {one["host"] for one in found}
+    silent = {name: _silence(row) for name, row in rows.items() if name not in answered}
+    return code, found, silent
+
+
+def _silence(row: journal.Row) -> str:
+    if row.result != "unreachable":
+        return "it gave no answer"
+    return "it could not be reached" + (f": {row.why}" if row.why else "")
 
 
 def service_names(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -125,9 +149,11 @@ def logs(
     """Words before the first option are hosts. Exit code: that of the deploy."""
     first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     hosts = [arg for name in words[:first] for arg in ("--limit", name)]
-    code, found = ask(run, inventory, "deploys/logs.py", (*hosts, *words[first:]), asked)
+    options = (*hosts, *words[first:])
+    code, found, silent = ask_all(run, inventory, "deploys/logs.py", options, asked)
     if as_json:
-        click.echo(json.dumps({host["host"]: host["services"] for host in found}))
+        told: dict[str, Any] = {name: {"unreadable": [why]} for name, why in silent.items()}
+        click.echo(json.dumps(told | {host["host"]: host["services"] for host in found}))
         return code
     for host in found:
         show_logs(host["host"], host["services"])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from kvhost import journal, receipts
+from kvhost import receipts
 from kvhost._problems import nearest
 from kvhost.basics import counted, printable
-from kvhost.cli_care import ask
+from kvhost.cli_care import ask_all
 from kvhost.cli_up import INTERRUPTED, Runner
 
 SAME, ERROR, DRIFT = 0, 1, 2
@@ -26,22 +23,13 @@ _CODES = {"same": SAME, "unreadable": ERROR, "drift": DRIFT}
 
 def drift(run: Runner, inventory: str, args: tuple[str, ...], *, as_json: bool) -> int:
     """Exit code: 0 all hosts are as they should be; 2 one is not; 1 one could not be looked at."""
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "journal")
-        os.environ[journal.VARIABLE] = str(kept)
-        try:
-            code, answers = ask(run, inventory, "deploys/drift.py", args, {})
-        finally:
-            os.environ.pop(journal.VARIABLE, None)
-        rows = journal.read_journal(kept).rows if kept.exists() else {}
+    code, answers, silent = ask_all(run, inventory, "deploys/drift.py", args, {})
     if code == INTERRUPTED:
         return code
-    found: dict[str, Any] = {}
-    for name, row in rows.items():
-        why = "it gave no answer"
-        if row.result == "unreachable":
-            why = "it could not be reached" + (f": {row.why}" if row.why else "")
-        found[name] = {"status": "unreadable", "rows": [], "unreadable": [why]}
+    found: dict[str, Any] = {
+        name: {"status": "unreadable", "rows": [], "unreadable": [why]}
+        for name, why in silent.items()
+    }
     for told in answers:
         found[told.pop("host")] = told
     if as_json:

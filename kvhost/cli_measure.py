@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvhost.basics import printable
-from kvhost.cli_care import ask
+from kvhost.cli_care import ask_all
 from kvhost.cli_up import Runner
 from kvhost.drive_smart import Wear
 from kvhost.drive_worth import Judged, Measured, judge_drive, mb, parse_measured
@@ -87,8 +87,8 @@ def measure(
 ) -> int:
     """0: worth it on every host; 1: not on one or more, or it failed; 2: one cannot be told."""
     question = {"write_gib": how_much(write_gib, yes=yes), "seconds": seconds, "install": install}
-    code, found = ask(run, inventory, "deploys/measure.py", args, question)
-    told: dict[str, Any] = {}
+    code, found, silent = ask_all(run, inventory, "deploys/measure.py", args, question)
+    told: dict[str, Any] = {name: {"unreadable": [why]} for name, why in silent.items()}
     judged: list[Judged] = []
     for one in found:
         measured = parse_measured(one["measured"])

@@ -98,12 +98,14 @@ def test_a_host_that_is_asked_alone_and_not_reached_is_in_the_answer(fleet: Flee
     fleet.hosts["away"] = away
     try:
         code, told, text = drift(fleet, "--limit", "away")
+        logs = fleet.start("logs", "away", "--json", stderr_apart=True).communicate(timeout=120)[0]
         ran = fleet.run("up", "--limit", "away")
         rolling = fleet.run("up", "--limit", "away", "--canary", "away")
     finally:
         del fleet.hosts["away"]
     assert (code, list(told), told["away"]["status"]) == (1, ["away"], "unreadable"), text
     assert told["away"]["unreadable"][0].startswith("it could not be reached: 127.0.0.1 port ")
+    assert json.loads(logs)["away"]["unreadable"] == told["away"]["unreadable"]
     for run in (ran, rolling):
         assert (run.code, run.results()) == (1, {"away": "unreachable"}), run.text
         assert "no host could be reached, see above" in run.text

@@ -378,9 +378,9 @@ def command(
 
     def ask(run: Any, inventory: str, deploy: str, args: Any, question: Any) -> Any:
         asked.append((deploy, question))
-        return code, answers
+        return code, answers, {"away": "it could not be reached"} if code else {}
 
-    monkeypatch.setattr(cli_measure, "ask", ask)
+    monkeypatch.setattr(cli_measure, "ask_all", ask)
     monkeypatch.setattr(cli_measure, "prefill_of", lambda host: None)
     done = CliRunner().invoke(cli.main, ["drives", "--measure", *words])
     return done.exit_code, done.output, asked
@@ -392,6 +392,11 @@ HOST = {"host": "a", "bytes_per_token": 131072, "context": 65536, "measured": RE
 def test_nothing_is_written_without_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     code, text, asked = command(monkeypatch, [HOST])
     assert code == 2 and "--write-gib" in text and not asked
+
+
+def test_a_host_that_is_not_reached_is_in_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, text, _ = command(monkeypatch, [], "--json", "--write-gib", "1", "--yes", code=1)
+    assert (code, json.loads(text)) == (1, {"away": {"unreadable": ["it could not be reached"]}})
 
 
 @pytest.mark.parametrize("says", ["y", "n"])
