@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    field_validator,
     model_validator,
 )
 
@@ -204,3 +205,9 @@ class FleetFile(_Strict):
         default_factory=dict
     )
     hosts: dict[Annotated[str, AfterValidator(host_name)], HostEntry] = Field(default_factory=dict)
+
+    @field_validator("settings", "groups", "hosts", mode="before")
+    @classmethod
+    def _nothing_yet(cls, value: object) -> object:
+        """A key with only comments below it, as a file has it that was just begun."""
+        return {} if value is None else value

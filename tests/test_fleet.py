@@ -294,6 +294,11 @@ def test_a_key_that_is_none_is_told_with_every_other_fault(tmp_path: Path) -> No
         assert what in said_of_it
 
 
+def test_a_key_with_nothing_below_it_is_one_that_was_just_begun(tmp_path: Path) -> None:
+    text = "settings:\ngroups:\n  # none\nhosts:\n  # none yet\n"
+    assert load_fleet(write(tmp_path, text)).file.hosts == {}
+
+
 KEY_A, KEY_B = "QUFBQQ==", "QkJCQg=="
 
 
