@@ -395,6 +395,8 @@ def _model_dir(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             "model_closed",
             f"the service's user {settings.service_user} cannot read the model",
             f"every directory above {path} passable (x) and its files readable (r) to that user",
-            f"{by} is not passable" if by else f"{len(model.data.closed)} files are not: {closed}",
+            f"{by} is not passable"
+            if by
+            else f"{counted(len(model.data.closed), 'file')} without that right: {closed}",
             f"chmod o+x {by}" if by else f"chmod o+r {path}/*",
         )
