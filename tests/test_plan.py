@@ -117,7 +117,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("no_model", {}, {"model_source": "/m"}, "config.json and safetensors at /m", "does not exist"),
     ("no_model", {"model": model_dir(files=[])}, {"model_source": "/m"}, "at /m", "0 files"),
     ("model_closed", {"model": model_dir(closed=["a.safetensors"])}, {"model_source": "/m"},
-     "readable (r)", "1 files are not: a.safetensors"),
+     "readable (r)", "1 file without that right: a.safetensors"),
     ("model_closed", {"model": model_dir(blocked_by="/data2")}, {"model_source": "/m"},
      "passable (x)", "/data2 is not passable"),
     ("context_too_long", {}, {"max_model_len": 40961}, "40960 tokens", "40961 tokens"),
