@@ -168,6 +168,10 @@ def test_another_installation_of_kvhost_is_told_by_its_command_lines(
     assert rows[served.pid].installation == str(there)
     assert rows[conda.pid].installation is None
     every = held.processes()
+    # of a container: its processes are seen here, its directories are not
+    gone = f"{open_dir}/gone/envs/0123456789abcdef/bin/vllm"
+    every[10**8] = {"argv": [gone, "serve"], "ppid": 1}
+    assert held.installation(10**8, every) is None
     every[10**8] = {"argv": ["VLLM::EngineCore"], "ppid": served.pid}
     assert held.installation(10**8, every) == str(there)  # its own line says nothing
     assert held.installation(os.getpid(), every) is None

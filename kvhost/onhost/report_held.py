@@ -431,7 +431,7 @@ def installation(pid: int, rows: dict[int, Data]) -> str | None:
     while pid in rows:
         for word in rows[pid]["argv"]:
             found = OF_KVHOST.fullmatch(word)  # conda has envs/ too: what lies there decides
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Absent):  # of another container it is not here
                 if found and base_state(Path(found[1]))["owner"] == "kvhost":
                     return found[1]
         pid = rows[pid]["ppid"]
