@@ -123,7 +123,7 @@ class Loops:
         if loop.partitions():
             # they would stay, and be partitions of whatever is attached to this node next; who
             # looks at all drives of the machine has one open for a moment
-            for _ in range(50):
+            for _ in range(300):
                 if not loop.partitions():
                     break
                 subprocess.run(["partx", "--delete", loop.node], capture_output=True, check=False)
