@@ -7,6 +7,7 @@ directory of this machine under a name of its own, or the tree of a machine of t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,15 @@ SMALL: Mapping[str, Any] = {
 def interrupt(process: subprocess.Popen[str]) -> None:
     """Ctrl-C, to the whole group. The process was started in a session of its own."""
     os.killpg(process.pid, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def fleet_at(top: Path, folder: Path) -> Iterator[Fleet]:
+    """A fleet whose hosts lie below ``top``, which is removed before and after."""
+    shutil.rmtree(top, ignore_errors=True)
+    made = Fleet(folder)
+    try:
+        yield made
+    finally:
+        made.remove()
+        shutil.rmtree(top, ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from kvhost.journal import Told
 from tests.e2e_tools import free_ports
-from tests.fleet_tools import Fleet, interrupt
+from tests.fleet_tools import Fleet, fleet_at, interrupt
 
 pytestmark = [
     pytest.mark.fleet,
@@ -26,13 +25,8 @@ TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet"))
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    shutil.rmtree(TOP, ignore_errors=True)
-    made = Fleet(tmp_path)
-    try:
+    with fleet_at(TOP, tmp_path) as made:
         yield made
-    finally:
-        made.remove()
-        shutil.rmtree(TOP, ignore_errors=True)
 
 
 def test_the_others_end_right_and_a_retry_ends_all_that_can(fleet: Fleet) -> None:

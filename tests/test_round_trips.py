@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fleet_tools import Fleet, Ran
+from tests.fleet_tools import Fleet, Ran, fleet_at
 
 pytestmark = pytest.mark.fleet
 TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "trips"
@@ -18,13 +17,8 @@ TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "trip
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    shutil.rmtree(TOP, ignore_errors=True)
-    made = Fleet(tmp_path)
-    try:
+    with fleet_at(TOP, tmp_path) as made:
         yield made
-    finally:
-        made.remove()
-        shutil.rmtree(TOP, ignore_errors=True)
 
 
 def commands(ran: Ran) -> int:
