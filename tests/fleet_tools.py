@@ -211,13 +211,18 @@ class Fleet:
         status = [*argv, "--user", "kvhost", "status"]
         return subprocess.run(status, capture_output=True, check=False).returncode == 0
 
-    def remove(self) -> None:
-        """Stops the services of the hosts that are here, and removes their directories."""
+    def stop(self) -> None:
+        """Stops the services of the hosts that are here."""
         for base in self.bases.values():
             script = base / "bin/services.py"
             if script.exists():
                 argv = ["python3", str(script), "--base", str(base), "--user", "kvhost", "shutdown"]
                 subprocess.run(argv, capture_output=True, check=False, timeout=120)
+
+    def remove(self) -> None:
+        """Stops the services of the hosts that are here, and removes their directories."""
+        self.stop()
+        for base in self.bases.values():
             shutil.rmtree(base, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvhost import receipts
 from tests.fleet_site import BASE, Site
 from tests.fleet_tools import KEY
 from tests.lab.nspawn import Lab
@@ -48,6 +49,10 @@ def test_of_eight_five_end_right_and_a_retry_ends_all(site: Site) -> None:
     assert ran.results() == dict.fromkeys(("h6", "h7", "h8"), "changed"), ran.text[-6000:]
     assert ran.code == 0
     assert all(site.well(name) for name in NAMES)
+    # eight fresh hosts, one lock: what was left on each is the same
+    kept = [receipts.load(site.fleet.folder / "receipts", name).receipt for name in NAMES]
+    for other in kept[1:]:
+        assert receipts.differences(kept[0], other) == []
     ran = site.fleet.run("up", timeout=600)
     assert set(ran.results().values()) == {"unchanged"}, ran.text[-6000:]
     assert KEY not in ran.text
