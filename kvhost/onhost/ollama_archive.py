@@ -1,0 +1,245 @@
+#!/usr/bin/env python3
+"""Puts Ollama's own archive into a directory of its own, by its digest, and proves it.
+
+ollama_archive.py check   --archive A --sha256 H --env DIR          what stands against it; JSON
+ollama_archive.py install --archive A --sha256 H --env DIR --user U  unpacked, proven, marked
+
+A: a file on the host, or a URL with http(s). It is a tar packed by gzip or zstd that holds
+bin/ollama and lib/ollama/. Nothing is unpacked before the digest of every byte is the one that was
+asked for, and nothing is written outside of DIR; what is unpacked is root's. engine.py switches.
+Exit: 0 done, 1 failed (the reason is on stderr; the current environment is as it was).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import posixpath
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost import engine
+    from kvhost.onhost.engine import Failed, say
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import engine
+    from engine import Failed, say
+
+PROGRAM = "bin/ollama"
+BLOCK = 1 << 20
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+VERSION = re.compile(r"(?:client version is|ollama version is) (\S+)")
+
+
+def digest_of(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def packing(path: str) -> str:
+    """gzip or zstd, by the first bytes. Raises Failed."""
+    with open(path, "rb") as handle:
+        head = handle.read(4)
+    found = next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+    if found is None:
+        raise Failed(f"{path} is packed by neither gzip nor zstd: no archive of Ollama's for Linux")
+    if found == "zstd" and shutil.which("zstd") is None:
+        raise Failed(
+            f"{path} is packed by zstd, which is not on this host: install the package zstd, or "
+            "name the .tgz of a release that has one"
+        )
+    return found
+
+
+def against(archive: str, sha256: str, env: str) -> str | None:
+    """What stands against an archive that lies on the host; None: nothing, or it is unpacked."""
+    if engine.is_complete(env)["complete"] or "://" in archive:
+        return None
+    try:
+        if not stat.S_ISREG(os.stat(archive).st_mode):
+            return f"{archive} is no regular file"
+        packing(archive)
+        found = digest_of(archive)
+    except FileNotFoundError:
+        return f"{archive} is not there"
+    except (OSError, Failed) as error:
+        return str(error)
+    if found != sha256:
+        return f"{archive} has the digest {found}, not {sha256}"
+    return None
+
+
+def fetch(url: str, path: str) -> None:
+    """Raises Failed."""
+    say(f"fetching {url}")
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as handle:
+            shutil.copyfileobj(answer, handle, BLOCK)
+    except (urllib.error.URLError, OSError) as error:
+        raise Failed(f"{url} could not be fetched: {error}") from error
+
+
+@contextmanager
+def unpacked_stream(path: str) -> Iterator[IO[bytes]]:
+    """The bytes of the tar. Raises Failed if what unpacks them fails."""
+    tool = packing(path)
+    with subprocess.Popen([tool, "-dc", "--", path], stdout=subprocess.PIPE) as process:
+        if process.stdout is None:
+            raise Failed(f"{tool} gave no output")
+        yield process.stdout
+        process.stdout.read()  # what pads the tar; else it would end by a broken pipe
+    if process.returncode != 0:
+        raise Failed(f"{tool} -dc {path} ended with {process.returncode}")
+
+
+def place_of(name: str, top: str) -> str:
+    """Where a member goes. Raises Failed for one that would leave ``top``, also by a link."""
+    clean = posixpath.normpath(name)
+    if name.startswith("/") or clean.startswith("..") or "\0" in name:
+        raise Failed(f"the archive has a member outside of itself: {name!r}")
+    parts = clean.split("/")
+    for count in range(1, len(parts)):
+        if os.path.islink(os.path.join(top, *parts[:count])):
+            raise Failed(f"the archive has a member behind a link: {name!r}")
+    return os.path.join(top, clean)
+
+
+def unpack(stream: IO[bytes], top: str) -> None:
+    """Files, directories and links that stay inside; modes 755 and 644. Raises Failed, OSError.
+
+    By hand: tarfile's own filter for this is missing in Python 3.9.0 to 3.9.16, 3.10.0 to 3.10.11
+    and 3.11.0 to 3.11.3.
+    """
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            path = place_of(member.name, top)
+            if member.isdir():
+                os.makedirs(path, 0o755, exist_ok=True)
+                continue
+            os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
+            if os.path.lexists(path):
+                raise Failed(f"the archive has {member.name!r} twice")
+            if member.issym():
+                os.symlink(member.linkname, path)
+            elif member.islnk():
+                os.link(place_of(member.linkname, top), path, follow_symlinks=False)
+            elif member.isreg():
+                source = archive.extractfile(member)
+                with open(path, "xb") as handle:
+                    shutil.copyfileobj(source or stream, handle, BLOCK)
+                os.chmod(path, 0o755 if member.mode & 0o111 else 0o644)
+            else:
+                raise Failed(f"the archive has a member that is no file: {member.name!r}")
+    for link in links_below(top):
+        target = os.path.realpath(link)
+        if target != os.path.realpath(top) and not target.startswith(os.path.realpath(top) + "/"):
+            raise Failed(f"the archive has a link that leads out of it: {link[len(top) + 1 :]!r}")
+
+
+def links_below(top: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(top):
+        for name in (*folders, *names):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                yield path
+
+
+def prove(env: str, user: str) -> list[dict[str, str]]:
+    """That the program runs here, as the service's user. Raises Failed."""
+    program = os.path.join(env, PROGRAM)
+    if not os.path.isfile(program) or not os.access(program, os.X_OK):
+        raise Failed(f"there is no {PROGRAM} in it: this is no archive of Ollama's for Linux")
+    libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
+    missing = re.findall(r"(?m)^\s*(\S+) => not found", libraries.stdout)
+    if missing:
+        raise Failed(f"{PROGRAM} lacks libraries on this host: {', '.join(missing)}")
+    # a port that nobody listens on: it tells its own version, and not that of a server
+    settings = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "OLLAMA_HOST": "127.0.0.1:1"}
+    try:
+        done = subprocess.run(
+            engine.with_parent([program, "--version"], user), env=settings, cwd="/",
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"{PROGRAM} --version: {error}") from error
+    version = VERSION.search(done.stdout + done.stderr)
+    if done.returncode != 0 or version is None:
+        said = engine.tail(done.stderr or done.stdout, 3) or "nothing"
+        raise Failed(f"{PROGRAM} --version ended with {done.returncode} and said: {said}")
+    return [
+        {"name": "libraries resolve", "state": "ok", "detail": "ldd"},
+        {"name": "runs as the user", "state": "ok", "detail": f"version {version.group(1)}"},
+    ]
+
+
+def install(args: argparse.Namespace) -> None:
+    env = os.path.abspath(args.env)
+    if engine.is_complete(env)["complete"]:
+        say("complete already: " + env)
+        return
+    above = os.path.dirname(env)
+    os.makedirs(above, 0o755, exist_ok=True)
+    archive, fetched = args.archive, f"{env}.archive"
+    partial = f"{env}.partial"
+    try:
+        if "://" in archive:
+            fetch(archive, fetched)
+            archive = fetched
+        found = digest_of(archive)
+        if found != args.sha256:
+            raise Failed(f"{args.archive} has the digest {found}, not {args.sha256}")
+        engine.remove(partial)
+        os.mkdir(partial, 0o755)
+        with unpacked_stream(archive) as stream:
+            unpack(stream, partial)
+        checks = prove(partial, args.user)
+        engine.remove(env)
+        os.rename(partial, env)
+        about = {"lock": args.sha256, "cuda": None, "driver": None, "abi": checks}
+        engine.write_marker(env, {**about, **engine.tree_manifest(env)})
+    except tarfile.TarError as error:
+        raise Failed(f"{args.archive}: {error}") from error
+    finally:
+        engine.remove(partial)
+        engine.remove(fetched)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("check", "install"):
+        command = commands.add_parser(name)
+        command.add_argument("--archive", required=True, help="file on the host, or URL")
+        command.add_argument("--sha256", required=True, help="of the archive, 64 hex digits")
+        command.add_argument("--env", required=True, help="directory that it is unpacked to")
+        if name == "install":
+            command.add_argument("--user", required=True, help="the service's user")
+    args = parser.parse_args()
+    try:
+        if args.command == "check":
+            print(json.dumps({"against": against(args.archive, args.sha256, args.env)}))
+        else:
+            install(args)
+    except (Failed, OSError) as error:
+        say(f"ollama_archive: {error}\nThe current environment is as it was.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
