@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,9 @@ from kvhost._drive_combinations import drive_problems
 from kvhost._driver_values import driver_problems
 from kvhost._problems import Problem
 from kvhost._runner_combinations import runner_problems
+from kvhost._shared_values import shared_problems
 from kvhost._values import is_hub_id, is_loopback
-from kvhost.basics import API_KEY_VARIABLE
+from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
 from kvhost.paths import HostPaths
 
 if TYPE_CHECKING:
@@ -21,9 +22,12 @@ ANSWER_TOKENS = 16  # the greedy tokens that the verdict compares, after the pro
 
 
 def combination_problems(
-    settings: Settings, api_key_in_env: bool
+    settings: Settings, in_env: Collection[str]
 ) -> Iterator[tuple[frozenset[str], Problem]]:
-    """Yield the keys that a rule looks at, and what is wrong with them together."""
+    """Yield the keys that a rule looks at, and what is wrong with them together.
+
+    ``in_env``: the variables with secrets that the controller's environment has.
+    """
     for rule in (
         _watermarks,
         _ports,
@@ -36,10 +40,11 @@ def combination_problems(
     ):
         yield from rule(settings)
     yield from _bundle(settings)
-    yield from _key_beyond_loopback(settings, api_key_in_env)
+    yield from _key_beyond_loopback(settings, API_KEY_VARIABLE in in_env)
     yield from runner_problems(settings)
     yield from drive_problems(settings)
     yield from driver_problems(settings)
+    yield from shared_problems(settings, SHARED_PASSWORD_VARIABLE in in_env)
 
 
 _Found = Iterator[tuple[frozenset[str], Problem]]

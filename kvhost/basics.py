@@ -9,6 +9,7 @@ from typing import Literal
 
 API_KEY_VARIABLE = "KVHOST_API_KEY"
 HF_TOKEN_VARIABLE = "HF_TOKEN"
+SHARED_PASSWORD_VARIABLE = "KVHOST_SHARED_PASSWORD"
 #: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
 SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 

@@ -30,9 +30,9 @@ for all hosts before anything is touched, and an unknown key is an error.
   (`--data 'runner_extra_args=["--max-num-seqs", "4"]'`). On the command line, text that looks like
   a number needs quotes inside: `--data 'served_model_name="70"'`.
 - Paths on a host are absolute, without `..`, and made of letters, digits and `/ . _ + -` alone.
-- Secrets are never data: `api_key_file` and `hf_token_file` name files on the controller (mode
-  0600), or `KVHOST_API_KEY` and `HF_TOKEN` are set in its environment. A file counts before the
-  environment.
+- Secrets are never data: `api_key_file`, `hf_token_file` and `shared_tier_password_file` name
+  files on the controller (mode 0600), or `KVHOST_API_KEY`, `HF_TOKEN` and `KVHOST_SHARED_PASSWORD`
+  are set in its environment. A file counts before the environment.
 - *Unset* as a default means that the setting may be left out; the sentence says what then happens.
 """
 

@@ -24,6 +24,7 @@ from kvhost.paths import HostPaths
 from kvhost.schema_driver import DriverSettings
 from kvhost.schema_monitoring import MonitoringSettings
 from kvhost.schema_runners import RunnerSettings
+from kvhost.schema_shared import SharedSettings
 
 DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
@@ -54,12 +55,12 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(RunnerSettings, DriverSettings, MonitoringSettings):
+class Settings(RunnerSettings, DriverSettings, MonitoringSettings, SharedSettings):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
-    Types are strict: a whole number may stand for a number, nothing else is converted. A key for
-    the API that comes from the environment is made known by the validation context
-    `{"api_key_in_env": True}`; `validate_hosts` does that.
+    Types are strict: a whole number may stand for a number, nothing else is converted. Secrets
+    that come from the environment are made known by the validation context
+    `{"in_env": {"KVHOST_API_KEY"}}`; `validate_hosts` does that.
     """
 
     base_dir: _BaseDir = setting(
@@ -431,7 +432,7 @@ class Settings(RunnerSettings, DriverSettings, MonitoringSettings):
     @model_validator(mode="after")
     def _fit_together(self, info: ValidationInfo) -> Settings:
         context = info.context if isinstance(info.context, dict) else {}
-        in_env = bool(context.get("api_key_in_env"))
+        in_env: frozenset[str] = frozenset(context.get("in_env", ()))
         problems = [problem for _, problem in combination_problems(self, in_env)]
         if problems:
             raise CombinationError(problems)

@@ -14,7 +14,12 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from kvhost._values import is_hub_id
-from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE
+from kvhost.basics import (
+    API_KEY_VARIABLE,
+    HF_TOKEN_VARIABLE,
+    SHARED_PASSWORD_VARIABLE,
+    text_of,
+)
 from kvhost.schema import Settings
 
 _LARGEST = 4096  # bytes; more is some other file
@@ -47,6 +52,17 @@ def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:
     return read_secret("hf_token_file", settings.hf_token_file, HF_TOKEN_VARIABLE, env)
 
 
+def shared_password(settings: Settings, env: Mapping[str, str]) -> Secret | None:
+    """The store's password: from shared_tier_password_file, else KVHOST_SHARED_PASSWORD of `env`.
+
+    None where a host neither has a store nor uses one. Raises `SecretError` like `api_key`.
+    """
+    if settings.shared_tier is None and settings.shared_store_address is None:
+        return None
+    key, path = "shared_tier_password_file", settings.shared_tier_password_file
+    return read_secret(key, path, SHARED_PASSWORD_VARIABLE, env)
+
+
 def read_secret(
     key: str, path: str | None, variable: str, env: Mapping[str, str], *, word: bool = True
 ) -> Secret | None:
@@ -61,6 +77,19 @@ def read_secret(
     if variable in env:
         return _usable(env[variable], f"{variable} in the controller's environment", word)
     return None
+
+
+def certificates(key: str, path: str) -> str:
+    """The text of a file on the controller with certificates, which are no secret. Raises
+    `SecretError`."""
+    try:
+        file = Path(path).expanduser()
+        text = text_of(file)
+    except (RuntimeError, OSError, UnicodeDecodeError) as error:
+        raise SecretError(f"{key}: the file cannot be read on the controller: {error}") from None
+    if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY-----" in text:
+        raise SecretError(f"{key}: {file} must hold certificates as PEM, and no private key")
+    return text
 
 
 def _file_text(key: str, file: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhost import shared as kvhost_shared
 from kvhost._values import SENT, is_sent
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
@@ -284,6 +285,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         *("heal", "--tier", settings.paths.tier_dir),
     )
     stale = shm_sweep(paths, f"lmcache_l1_pool_{shm_name(paths)}", "lmcache_kv_*")
+    shared = kvhost_shared.adapter(settings, paths, namespace_dir)
     argv = (
         *(f"{paths.current}/bin/lmcache", "server"),
         *("--host", "127.0.0.1", "--port", str(settings.cache_port)),
@@ -292,14 +294,17 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         *("--eviction-policy", "LRU", "--chunk-size", str(settings.chunk_size)),
         *("--max-workers", "4"),  # as measured (docs/l2-adapters.md)
         *("--supported-transfer-mode", "auto", "--shm-name", shm_name(paths)),
+        # in this order: what both tiers hold comes from the host's own
         *("--l2-adapter", json.dumps(l2_adapter(settings, namespace_dir), sort_keys=True)),
+        *(("--l2-adapter", json.dumps(shared, sort_keys=True)) if shared else ()),
     )
     return Service(
         name="cache",
         title="LMCache server",
         argv=argv,
-        env=service_env(settings, paths),
-        watch=(paths.current,),
+        env={**service_env(settings, paths), **({"PYTHONPATH": paths.lib} if shared else {})},
+        secret_env=kvhost_shared.secret_env(settings, paths),
+        watch=(paths.current, *kvhost_shared.modules(settings, paths)),
         before=(stale, heal, sweep),
         needs_mount=_drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)

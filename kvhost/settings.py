@@ -27,7 +27,7 @@ from kvhost._problems import (
     shown,
 )
 from kvhost._unsupported import NOT_SETTINGS, OTHER_NAMES
-from kvhost.basics import API_KEY_VARIABLE
+from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
 from kvhost.schema import Settings
 from kvhost.schema_drives import HOST_DATA_ONLY
 from kvhost.schema_runners import MoreRunner
@@ -45,7 +45,9 @@ __all__ = [
 _SECRET_SETTINGS = {
     "api_key_file": API_KEY_VARIABLE,
     "hf_token_file": "HF_TOKEN",
+    "shared_tier_password_file": SHARED_PASSWORD_VARIABLE,
 }
+_SHARED = ("shared_tier", "shared_tier_timeout_s")
 _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -75,12 +77,13 @@ def validate_hosts(
 
     `foreign_keys` are pyinfra's own (`ssh_user`, `_sudo`) and are let through unread; every other
     key must be a setting. `env` is the controller's environment (`os.environ` without it): only
-    whether KVHOST_API_KEY is in it matters here. `elsewhere`: host -> key -> the place
+    whether it has the variables with secrets matters here. `elsewhere`: host -> key -> the place
     ("--data", "a group") that a key comes from when it is not the host's own data; the keys of
     HOST_DATA_ONLY are refused from there. Raises `SettingsError` with every problem of every host,
     each once with the hosts that have it.
     """
-    in_env = bool((os.environ if env is None else env).get(API_KEY_VARIABLE))
+    given = os.environ if env is None else env
+    in_env = frozenset(name for name in _SECRET_SETTINGS.values() if given.get(name))
     settings: dict[str, Settings] = {}
     problems: dict[Problem, list[str]] = {}
     for host, data in data_by_host.items():
@@ -129,7 +132,7 @@ def settings_digest(settings: Settings) -> str:
     if settings.claims_a_drive:
         content["drive_mount"] = settings.resolved_drive_mount
     # receipts of before these settings existed stay what they are
-    for key in ("more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size"):
+    for key in ("more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size", *_SHARED):
         if content[key] == Settings.model_fields[key].default:
             del content[key]
     reaching = {key: content[key] for key in content if field_notes(key)["reaches_host"]}
@@ -146,7 +149,7 @@ def field_notes(key: str) -> dict[str, Any]:
 
 
 def _check_host(
-    data: Mapping[str, object], foreign_keys: frozenset[str], in_env: bool
+    data: Mapping[str, object], foreign_keys: frozenset[str], in_env: frozenset[str]
 ) -> Settings | list[Problem]:
     problems: list[Problem] = []
     ours: dict[str, object] = {}
@@ -166,7 +169,7 @@ def _check_host(
         elif key not in foreign_keys:
             problems.append(_unknown(key, value, foreign_keys))
     try:
-        checked = Settings.model_validate(ours, context={"api_key_in_env": in_env})
+        checked = Settings.model_validate(ours, context={"in_env": in_env})
     except ValidationError as error:
         details = error.errors(include_url=False)
     else:
@@ -189,7 +192,9 @@ def _misplaced(places: Mapping[str, str]) -> Iterator[Problem]:
         )
 
 
-def _of_combinations(ours: Mapping[str, object], bad: set[str], in_env: bool) -> Iterator[Problem]:
+def _of_combinations(
+    ours: Mapping[str, object], bad: set[str], in_env: frozenset[str]
+) -> Iterator[Problem]:
     """Rules that look at no value which is wrong by itself, so that all problems come at once."""
     good: dict[str, Any] = {key: value for key, value in ours.items() if key not in bad}
     if "more_runners" in good:  # model_construct takes what it is given

@@ -104,11 +104,33 @@ DEFAULTS: dict[str, object] = {
     "driver_repository_key": None,
     "monitoring": False,
     "monitoring_textfile_dir": "/var/lib/prometheus/node-exporter",
+    "shared_tier": None,
+    "shared_tier_password_file": None,
+    "shared_tier_ca_file": None,
+    "shared_tier_timeout_s": 2.0,
+    "shared_store_address": None,
+    "shared_store_port": 6379,
+    "shared_store_memory_gib": None,
+    "shared_store_eviction": "allkeys-lru",
+    "shared_store_persistence": "none",
+    "shared_store_cert_file": None,
+    "shared_store_key_file": None,
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
     "verify_runner": {"more_runners": [{"name": "second", "api_port": 8001}]},
     "model_revision": {"model_source": "org/name"},
+    "shared_tier": {"shared_tier_password_file": "secrets/shared"},
+    "shared_tier_ca_file": {
+        "shared_tier": "rediss://store:6379",
+        "shared_tier_password_file": "secrets/shared",
+    },
+    "shared_store_address": {
+        "shared_store_memory_gib": 1.0,
+        "shared_tier_password_file": "secrets/shared",
+    },
+    "shared_store_cert_file": {"shared_store_key_file": "secrets/store.key"},
+    "shared_store_key_file": {"shared_store_cert_file": "secrets/store.pem"},
     "api_host": {"api_key_file": "secrets/api_key"},
     "driver_reboot": {"driver_install": True},
     "driver_version": {"driver_install": True},

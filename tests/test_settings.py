@@ -253,11 +253,18 @@ STAYS_ON_THE_CONTROLLER = {
     "driver_repository_key",
     *("drive_adopt", "drive_blank_check", "drive_erase"),
     *("monitoring", "monitoring_textfile_dir"),  # reach the host, but not what is proven of it
+    *("shared_tier_password_file", "shared_tier_ca_file"),  # files on the controller
+    *("shared_store_address", "shared_store_port", "shared_store_memory_gib"),
+    *("shared_store_eviction", "shared_store_persistence"),  # of a store, not of its host's engine
+    *("shared_store_cert_file", "shared_store_key_file"),
 }
 
 
 #: set with their companion, or not at all
-TOGETHER = ("model_revision", "driver_repository", "driver_repository_key")
+TOGETHER = (
+    *("model_revision", "driver_repository", "driver_repository_key"),
+    *("shared_store_cert_file", "shared_store_key_file"),
+)
 
 
 # The runner and the kind of cache have one value only in this version.

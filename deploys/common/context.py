@@ -60,6 +60,8 @@ class Run(Visit):
     python: str
     api_key: Secret | None
     hf_token: Secret | None
+    #: of the store that hosts share KV through; None where the run does not write it
+    shared_password: Secret | None = None
     #: what onhost/drive_apply.py is to do with the claimed drive; None where none is claimed
     drive_order: dict[str, Any] | None = None
     #: what onhost/driver_apply.py is to do about the GPU's driver; None where it is adopted

@@ -12,7 +12,13 @@ from pyinfra import host
 from deploys.common.context import REPO, Run
 from deploys.common.facts import DriftText, DriveCheck
 from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
-from deploys.common.rendered import gpus_of, manager_texts, own_scripts, vllm_yamls
+from deploys.common.rendered import (
+    gpus_of,
+    manager_texts,
+    own_scripts,
+    shared_texts,
+    vllm_yamls,
+)
 from kvhost import receipts
 from kvhost.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
 from kvhost.drive_order import drive_order
@@ -28,6 +34,7 @@ from kvhost.report import HostReport, ReportError
 from kvhost.secrets import SecretError, api_key
 from kvhost.services import api_key_path, services, unit_file
 from kvhost.settings import Settings, settings_digest
+from kvhost.shared import password_path
 
 #: where services.py puts the units, of kvhost/onhost/services_systemd.py
 UNITS = "/etc/systemd/system"
@@ -113,7 +120,11 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
     if run.systemd:
         units = [unit_file(one.name) for one in described]
         texts |= {f"{UNITS}/{unit}": texts[f"{etc}/{unit}"] for unit in units}
+    texts |= shared_texts(run.settings)
     files |= {path: File(sha256(text), "644") for path, text in texts.items()}
+    if run.settings.shared_tier is not None:
+        owner = "root" if run.systemd else run.user
+        files[password_path(paths)] = File(None, "600", owner)
     if run.with_key:
         owner = "root" if run.systemd else run.user
         files[api_key_path(paths)] = File(None, "600", owner)

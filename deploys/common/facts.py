@@ -25,8 +25,8 @@ from kvhost.onhost import DRIVE_SCRIPTS
 
 ONHOST = Path(str(onhost.__file__)).parent
 
-#: what vLLM loads as a module: they lie in lib/ on the host
-LIBRARY = (ONHOST / "kvhost_guard.py", ONHOST / "kvhost_connector.py")
+#: what vLLM and LMCache load as a module: they lie in lib/ on the host
+LIBRARY = tuple(ONHOST / f"kvhost_{name}.py" for name in ("guard", "connector", "shared", "resp"))
 
 
 def scripts() -> list[Path]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
-from deploys.common.rendered import gpus_of, vllm_yamls
+from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost import progress
 from kvhost.bundle import bundle_refusals
@@ -43,7 +43,7 @@ from kvhost.plan_view import render_plans
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports import tell_summary
 from kvhost.runners import runners_of
-from kvhost.secrets import SecretError, api_key, hf_token
+from kvhost.secrets import SecretError, api_key, hf_token, shared_password
 from kvhost.services import api_key_path, services
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
@@ -132,6 +132,8 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     keep_journal()
     try:
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
+        shared = shared_password(settings, os.environ)
+        shared_texts(settings)  # a file that is missing is said before anything is done
         matrix, mirror = load_matrix(REPO / "locks"), mirror_of(settings)
     except (SecretError, LockError, MirrorError) as error:
         raise DeployError(f"{host.name}: {error}") from error
@@ -192,6 +194,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         api_key=key,
         with_key=with_key,
         hf_token=token,
+        shared_password=shared,
         drive_order=drive_order(settings, claimed) if claimed else None,
         driver_order=mend.order if mend else None,
     )

@@ -16,8 +16,10 @@ from kvhost.locks import EngineLock
 from kvhost.monitoring import program
 from kvhost.namespace import Namespace, input_digest, namespace_of
 from kvhost.runners import config_name, ranks, runners_of
+from kvhost.secrets import certificates
 from kvhost.services import Service, model_dir, services, unit_file, vllm_config
 from kvhost.settings import Settings
+from kvhost.shared import ca_path
 from kvhost.units import unit_text
 
 _templates = jinja2.Environment(
@@ -47,6 +49,14 @@ def vllm_yamls(settings: Settings, *, with_key: bool) -> dict[str, str]:
         )
         for one in runners_of(settings)
     }
+
+
+def shared_texts(settings: Settings) -> dict[str, str]:
+    """Path -> content of the certificates that the shared tier's store is recognised by."""
+    if settings.shared_tier is None or settings.shared_tier_ca_file is None:
+        return {}
+    text = certificates("shared_tier_ca_file", settings.shared_tier_ca_file)
+    return {ca_path(settings.paths): text}
 
 
 def cache_arguments(run: Run) -> list[str]:

@@ -31,10 +31,11 @@ SERVICES = ("cache", "runner", "pruner")
 KNOWN = {
     "etc": (
         *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest"),
+        "shared-ca.pem",
         *(f"{name}.json" for name in SERVICES),
         *(f"kvhost-{name}.service" for name in SERVICES),
     ),
-    "secrets": ("api-key", "hf-token"),
+    "secrets": ("api-key", "hf-token", "shared-password"),
 }
 #: of further runners: description, unit, configuration
 FURTHER = re.compile(r"runner-\w+\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml")

@@ -1,0 +1,151 @@
+"""Settings of the shared tier: what is taken and refused, and what a cache server is told of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvhost import services, shared
+from kvhost.basics import SHARED_PASSWORD_VARIABLE
+from kvhost.secrets import SecretError, certificates, shared_password
+from kvhost.settings import settings_digest
+from tests.settings_cases import check, refused
+
+IN_ENV = {SHARED_PASSWORD_VARIABLE: "planted-4471aa"}
+NAMESPACE = "/var/lib/kvhost/tier/ns-" + "a" * 24
+STORE: dict[str, object] = {"shared_store_address": "10.0.0.5", "shared_store_memory_gib": 1.0}
+
+
+@pytest.mark.parametrize("url", [
+    "redis://10.0.0.5:6379", "redis://127.0.0.1:6379", "redis://[fd00::1]:6379",
+    "redis://172.31.0.1:1", "rediss://203.0.113.7:6379", "rediss://store.example.org:6380",
+    "rediss://reader@store.example.org:6380",
+])  # fmt: skip
+def test_a_store_on_a_private_address_or_with_tls(url: str) -> None:
+    assert check({"shared_tier": url}, IN_ENV).shared_tier == url
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("redis://203.0.113.7:6379", "no private address, and without TLS"),
+    ("redis://store.example.org:6379", "no private address, and without TLS"),
+    ("redis://100.64.0.1:6379", "no private address, and without TLS"),  # a provider's, shared
+    ("redis://169.254.1.1:6379", "no private address, and without TLS"),
+    ("redis://u:planted-9a@10.0.0.5:6379", "has a password in it (not shown)"),
+    ("redis://10.0.0.5", "must be redis://HOST:PORT"),
+    ("10.0.0.5:6379", "must be redis://HOST:PORT"),
+    ("redis://10.0.0.5:6379/3", "something behind the port"),
+    ("redis://10.0.0.5:99999", "not a URL that can be read"),
+    ("s3://bucket", "S3 store is not in this version"),
+    ("mooncake://10.0.0.5:50051", "Mooncake is not in this version"),
+    ("unix:///run/redis.sock", "cannot be shared"),
+])  # fmt: skip
+def test_what_no_host_may_use(url: str, said: str) -> None:
+    found = refused({"shared_tier": url}, IN_ENV)["shared_tier"]
+    assert said in found
+    assert "planted" not in found
+
+
+def test_no_store_without_a_password() -> None:
+    uses: dict[str, object] = {"shared_tier": "redis://127.0.0.1:6379"}
+    for data in (uses, STORE):
+        keys, said = next(iter(refused(data).items()))
+        assert "shared_tier_password_file" in keys
+        assert "KVHOST_SHARED_PASSWORD" in said
+        check(data, IN_ENV)
+        check({**data, "shared_tier_password_file": "secrets/shared"})
+
+
+@pytest.mark.parametrize(("change", "key", "said"), [
+    ({"shared_store_address": "0.0.0.0"}, "shared_store_address", "name the one address"),
+    ({"shared_store_address": "203.0.113.7"},
+     "shared_store_address, shared_store_cert_file, shared_store_key_file", "TLS is not set"),
+    ({"shared_store_memory_gib": None}, "shared_store_address, shared_store_memory_gib",
+     "not guessed"),
+    ({"shared_store_eviction": "noeviction"}, "shared_store_eviction",
+     "refuses every write once it is full"),
+    ({"shared_store_eviction": "volatile-lru"}, "shared_store_eviction", "never removed"),
+    ({"shared_store_eviction": "lru"}, "shared_store_eviction", "allkeys-lru or allkeys-lfu"),
+    ({"shared_store_persistence": "both"}, "shared_store_persistence", "none or rdb or aof"),
+    ({"shared_store_cert_file": "a.pem"}, "shared_store_cert_file, shared_store_key_file",
+     "only with its key"),
+])  # fmt: skip
+def test_what_no_store_may_be(change: dict[str, object], key: str, said: str) -> None:
+    given = {k: v for k, v in {**STORE, **change}.items() if v is not None}
+    assert said in refused(given, IN_ENV)[key]
+
+
+def test_with_tls_the_store_may_have_any_address() -> None:
+    tls: dict[str, object] = {"shared_store_cert_file": "a.pem", "shared_store_key_file": "a.key"}
+    check({**STORE, **tls, "shared_store_address": "203.0.113.7"}, IN_ENV)
+
+
+def test_certificates_are_of_use_with_tls_alone() -> None:
+    ca: dict[str, object] = {"shared_tier_ca_file": "ca.pem"}
+    assert "shared_tier_ca_file, shared_tier" in refused(ca)
+    assert "only with TLS" in next(
+        iter(refused({**ca, "shared_tier": "redis://10.0.0.5:1"}, IN_ENV).values())
+    )
+
+
+def test_the_cache_server_has_its_own_tier_first_then_the_shared_one() -> None:
+    ours = check({"shared_tier": "rediss://store:6380", "shared_tier_ca_file": "ca.pem"}, IN_ENV)
+    cache = services.cache_service(ours, ours.paths, NAMESPACE)
+    given = [json.loads(cache.argv[n + 1]) for n, w in enumerate(cache.argv) if w == "--l2-adapter"]
+    assert [one["type"] for one in given] == ["fs_native", "plugin"]
+    params = given[1]["adapter_params"]
+    assert params["namespace"] == "ns-" + "a" * 24
+    assert (params["host"], params["port"], params["tls"]) == ("store", 6380, True)
+    assert params["ca"] == "/var/lib/kvhost/etc/shared-ca.pem"
+    assert cache.env["PYTHONPATH"] == "/var/lib/kvhost/lib"
+    text = cache.launch_spec(ours.paths)
+    assert "planted" not in text
+    assert json.loads(text)["secret_env"] == {
+        SHARED_PASSWORD_VARIABLE: "/var/lib/kvhost/secrets/shared-password"
+    }
+    # new certificates, another version of the module: the server is restarted
+    assert "/var/lib/kvhost/etc/shared-ca.pem" in cache.watch
+    assert "/var/lib/kvhost/lib/kvhost_shared.py" in cache.watch
+
+
+def test_without_a_shared_tier_nothing_is_different() -> None:
+    plain = check({})
+    cache = services.cache_service(plain, plain.paths, NAMESPACE)
+    assert cache.argv.count("--l2-adapter") == 1
+    assert not cache.secret_env
+    assert "PYTHONPATH" not in cache.env
+    assert shared.adapter(plain, plain.paths, NAMESPACE) is None
+    # a store on a host is none of its engine's, and changes no receipt of before
+    assert settings_digest(check(STORE, IN_ENV)) == settings_digest(plain)
+    other = check({"shared_tier": "redis://10.0.0.5:6379"}, IN_ENV)
+    assert settings_digest(other) != settings_digest(plain)
+
+
+def test_the_password_is_read_where_it_is_of_use(tmp_path: Path) -> None:
+    uses = check({"shared_tier": "redis://10.0.0.5:6379"}, IN_ENV)
+    found = shared_password(uses, IN_ENV)
+    assert found is not None
+    assert found.get_secret_value() == "planted-4471aa"
+    assert shared_password(check({}), IN_ENV) is None
+    file = tmp_path / "shared"
+    file.write_text("from-the-file\n")
+    named = check({**STORE, "shared_tier_password_file": str(file)})
+    file.chmod(0o644)
+    with pytest.raises(SecretError, match="chmod 600"):
+        shared_password(named, {})
+    file.chmod(0o600)
+    found = shared_password(named, IN_ENV)
+    assert found is not None
+    assert found.get_secret_value() == "from-the-file"
+
+
+def test_a_key_in_the_place_of_certificates_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    with pytest.raises(SecretError, match="cannot be read on the controller"):
+        certificates("shared_tier_ca_file", str(path))
+    path.write_text("-----BEGIN CERTIFICATE-----\nx\n-----BEGIN PRIVATE KEY-----\n")
+    with pytest.raises(SecretError, match="no private key"):
+        certificates("shared_tier_ca_file", str(path))
+    path.write_text("-----BEGIN CERTIFICATE-----\nx\n")
+    assert certificates("shared_tier_ca_file", str(path)).endswith("x\n")
