@@ -13,8 +13,9 @@ SHARED_PASSWORD_VARIABLE = "KVHOST_SHARED_PASSWORD"
 #: Names a file to which a run appends lines of JSON: host, and persisted and time once known.
 SUMMARY_VARIABLE = "KVHOST_SUMMARY"
 
-Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE"]
-EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+#: NO_BY_DESIGN: of a runner that keeps no KV on disk in any case, so that nothing is tested
+Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO_BY_DESIGN"]
+EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "NO_BY_DESIGN": 3}
 
 
 def text_of(path: Path) -> str:

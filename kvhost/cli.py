@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from kvhost import __version__, cli_up, journal
-from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, Persisted, lenient_output, printable
+from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, lenient_output, printable
 from kvhost.cli_options import (
     MORE,
     PASS_ALL,
@@ -277,10 +277,9 @@ def logs(
     sys.exit(cli_care.logs(pyinfra, inventory, pyinfra_args, asked, as_json=as_json))
 
 
-def worst(verdicts: list[Persisted]) -> int:
-    """Exit code of several verdicts: a FAIL outweighs an INCONCLUSIVE; none at all is 2."""
-    codes = [EXIT_CODES[persisted] for persisted in verdicts]
-    return 1 if 1 in codes else max(codes, default=2)
+def worst(codes: list[int]) -> int:
+    """Exit code of several verdicts, in the order of their weight; none at all is 2."""
+    return next((code for code in (1, 2, 3, 0) if code in codes), 2)
 
 
 def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
@@ -295,10 +294,10 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         finally:
             os.environ.pop(SUMMARY_VARIABLE, None)  # its folder goes
         lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
-    verdicts: dict[str, Persisted] = {}
+    verdicts: dict[str, int] = {}
     entries = [json.loads(line) for line in lines]
     for entry in (entry for entry in entries if "persisted" in entry):
-        verdicts[entry["host"]] = entry["persisted"]
+        verdicts[entry["host"]] = int(entry.get("code", EXIT_CODES[entry["persisted"]]))
         click.echo(f"{printable(entry['host'])}: persisted {entry['persisted']} ({entry['time']})")
     back = [entry for entry in entries if "rolled_back" in entry]
     for entry in back:
@@ -319,6 +318,8 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
             _tell_apis(entries)
         return 0 if untested else 1
     code_of_all = worst(list(verdicts.values()))
+    if code_of_all == EXIT_CODES["NO_BY_DESIGN"] and (code or deploy == "deploy.py"):
+        code_of_all = 0  # a deploy was not asked whether it persists
     # pyinfra fails a host whose verdict is not PASS; another host's failure is a 1
     if code_of_all or code:
         return code_of_all or 1

@@ -27,5 +27,8 @@ hosts_and_passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROC
 MORE = (
     "Further arguments go to pyinfra: --data KEY=VALUE (docs/settings.md), --limit HOST, --dry, -v."
 )
-VERDICTS = "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE; 130 broken off."
+VERDICTS = (
+    "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE; 3 a runner that keeps no "
+    "KV on disk (verify alone, up ends with 0); 130 broken off."
+)
 PASS_ALL = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}

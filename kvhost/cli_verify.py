@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from kvhost import cli
-from kvhost.basics import Persisted, printable
+from kvhost.basics import printable
 from kvhost.cli_options import MORE, PASS_ALL, VERDICTS, inventory_if_needed, passed_on
 from kvhost.cli_run import copy_root, default_inventory, fleet_hosts
 from kvhost.cli_verify_url import asked_for, url_options, verify_url
@@ -72,7 +72,8 @@ def status(as_json: bool, all_of_them: bool) -> None:
 
     Of the hosts in fleet.yaml; where there are none, of all but servers of others (verify --url).
     A test that was left out because the server was in use takes nothing away from the one before.
-    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no verdict of a host.
+    Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no verdict of a host; 3
+    none of these, and a runner that keeps no KV on disk (Ollama).
     """
     try:
         names = fleet_hosts(copy_root())
@@ -104,8 +105,8 @@ def status(as_json: bool, all_of_them: bool) -> None:
     for one in apart:
         console.print(history_line(one), soft_wrap=True)
     broken = missing if all_of_them or not names else 0  # of the fleet's they are in `without`
-    unknown: list[Persisted] = ["INCONCLUSIVE"] * (broken + len(without))
-    sys.exit(cli.worst([*(one.persisted for one in reports), *unknown]))
+    codes = [one.exit_code for one in reports] + [2] * (broken + len(without))
+    sys.exit(cli.worst(codes))
 
 
 def _counts(report: Report, names: list[str]) -> bool:

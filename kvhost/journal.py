@@ -114,8 +114,9 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Done, and its verdict, if one was asked for, is PASS."""
-        return self.result in GOOD and (self.untested or self.persisted == "PASS")
+        """Done, and its verdict, if one was asked for, is PASS; or nothing persists by design, and
+        then the run has failed where what is asked of such a host is not so."""
+        return self.result in GOOD and (self.untested or self.persisted in ("PASS", "NO_BY_DESIGN"))
 
 
 @dataclass

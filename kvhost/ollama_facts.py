@@ -101,6 +101,34 @@ class OllamaFacts(_Fact):
     log: Part[Log]
 
 
+class OllamaEvidence(_Fact):
+    """What the verdict on an Ollama rests on; times in seconds since 1970, ``wanted``: KV type."""
+
+    schema_: Literal["kvhost/evidence-ollama/1"] = Field(
+        default="kvhost/evidence-ollama/1", alias="schema"
+    )
+    started_unix: float
+    finished_unix: float
+    wanted: str
+    #: as `ollama list` shows its beginning, where it is pinned
+    wanted_digest: str | None
+    facts: OllamaFacts
+
+    @property
+    def event(self) -> Literal["none"]:
+        """Nothing is restarted: nothing could come back."""
+        return "none"
+
+    @property
+    def refused(self) -> None:
+        return None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        api = self.facts.api.data
+        return {"ollama": api.version} if api else {}
+
+
 def parse_facts(text: str) -> OllamaFacts:
     """Raises ValueError."""
     return OllamaFacts.model_validate_json(text)

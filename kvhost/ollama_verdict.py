@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from kvhost.ollama_facts import Allocated, Load, Model, OllamaFacts
+from kvhost.ollama_facts import Allocated, Load, Model, OllamaEvidence, OllamaFacts
 from kvhost.sizing import dtype_named, element_bytes
+from kvhost.verdict_types import Cause, Condition, Thresholds, Verdict, Weight
 
 #: "yes": the wanted type is in force; "no": another one is; "unknown": it cannot be told
 InForce = Literal["yes", "no", "unknown"]
@@ -175,3 +176,114 @@ def contradicted(model: Model, load: Load, kind: str) -> bool:
         return False
     least, most = load.buffers
     return not (least <= each * cells * 4 / 3 and most >= each * cells * 3 / 4)
+
+
+PAGE = "docs/troubleshooting.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A likely cause. Each slug is a heading of docs/troubleshooting.md; a test compares."""
+
+    slug: str
+    title: str
+    change: str
+
+
+TABLE = (
+    Row(
+        "ollama-other-kv-type",
+        "Ollama keeps KV in another type than was asked for",
+        "ollama_kv_cache_type = 'f16', or a model and a GPU that have flash attention in Ollama",
+    ),
+    Row(
+        "ollama-kv-type-unknown",
+        "Neither Ollama's log nor its API says which KV type is in force",
+        "restart the server and load the model: kvhost verify then reads the lines of that load",
+    ),
+    Row(
+        "ollama-keeps-nothing",
+        "Ollama keeps no KV cache on disk, in any version",
+        "runner = 'vllm' with a tier on a drive, or runner = 'llama_server' for a GGUF",
+    ),
+)
+
+
+def verdict_of(evidence: OllamaEvidence) -> Verdict:
+    """Never PASS, never FAIL: NO_BY_DESIGN, with what is asked of an Ollama as its conditions."""
+    facts, kv = evidence.facts, judge_kv(evidence.facts, evidence.wanted)
+    model, api, loaded = facts.model.data, facts.api.data, facts.loaded.data
+    pinned = evidence.wanted_digest
+    same = {"yes": True, "no": False, "unknown": None}[kv.in_force]
+    slugs = ["ollama-keeps-nothing"]
+    if same is not True:
+        slugs.insert(0, "ollama-kv-type-unknown" if same is None else "ollama-other-kv-type")
+    digest = model.digest if model else None
+    conditions = [
+        _condition(
+            "answers",
+            "Ollama answers",
+            api.version if api else None,
+            "an answer",
+            api is not None,
+        ),
+        _condition(
+            "model",
+            "the model is there",
+            digest[:12] if digest else None,
+            pinned[:12] if pinned else "in its list",
+            digest is not None and (pinned is None or digest.startswith(pinned)),
+        ),
+        _condition("kv_type", "KV type in force", kv.found, evidence.wanted, same),
+        _condition(
+            "token_bytes",
+            "bytes of KV a token, by log",
+            kv.token_bytes_log,
+            f"{kv.token_bytes} by its shape" if kv.token_bytes else "not known of this model",
+            None if None in (kv.token_bytes, kv.token_bytes_log) else agree(kv),
+            "note",
+        ),
+        _condition(
+            "context",
+            "tokens of context",
+            loaded.context_length if loaded else None,
+            "said",
+            None,
+            "note",
+        ),
+    ]
+    return Verdict(
+        event="none",
+        persisted="NO_BY_DESIGN",
+        worth_it="unknown",
+        summary=f"{INSTEAD} KV type: {kv.why}.",
+        ttft_cold_s=None,
+        ttft_warm_s=None,
+        ttft_restored_s=None,
+        ttft_control_s=None,
+        conditions=conditions,
+        causes=[
+            Cause(slug=one.slug, title=one.title, change=one.change, link=f"{PAGE}#{one.slug}")
+            for one in TABLE
+            if one.slug in slugs
+        ],
+        thresholds=Thresholds(),
+    )
+
+
+def agree(kv: KvVerdict) -> bool:
+    """Whether log and formula say the same, to the rounding of the log's MiB."""
+    return abs((kv.token_bytes or 0) - (kv.token_bytes_log or 0)) <= 1
+
+
+def _condition(
+    name: str,
+    question: str,
+    figure: str | int | None,
+    threshold: str,
+    met: bool | None,
+    weight: Weight = "fail",
+) -> Condition:
+    return Condition(
+        id=name, question=question, figure=figure, threshold=threshold, met=met, weight=weight
+    )

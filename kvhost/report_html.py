@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from kvhost import __version__, report_svg
 from kvhost.foreign_model import ForeignEvidence
+from kvhost.ollama_facts import OllamaEvidence
 from kvhost.report_svg import Bar, Point
 from kvhost.report_views import (
     ROLES,
@@ -37,7 +38,8 @@ from kvhost.working_copy import source
 TEMPLATES = source() / "templates" / "report"
 #: As many runs as a page shows; the files keep all.
 SHOWN_RUNS = 60
-_ORDER: tuple[Standing, ...] = ("FAIL", "NONE", "INCONCLUSIVE", "PASS")  # the worst first
+#: the worst first
+_ORDER: tuple[Standing, ...] = ("FAIL", "NONE", "INCONCLUSIVE", "NO_BY_DESIGN", "PASS")
 _MET = {True: ("yes", "yes"), False: ("no", "no"), None: ("?", "open")}
 
 
@@ -96,7 +98,7 @@ def _event(event: EventView) -> dict[str, Any]:
         "persisted": event.persisted,
         "summary": event.summary,
         "causes": event.causes,
-        "measured": bool(event.tokens),
+        "measured": bool(event.tokens) or event.name == "none",
         "rows": [_row(condition) for condition in event.conditions],
         "ttft_chart": _ttft_chart(event),
         "token_chart": _token_chart(event),
@@ -133,6 +135,9 @@ def _run(report: Report) -> dict[str, str]:
 def _tested(report: Report) -> list[tuple[str, str]]:
     """What was tested, in words: no paths of files, no prompts."""
     evidence = report.result.evidence
+    if isinstance(evidence, OllamaEvidence):
+        rows = [("model", evidence.facts.name), ("KV type that was asked for", evidence.wanted)]
+        return rows + sorted(report.versions.items())
     config, filesystem = evidence.config, evidence.filesystem
     kind = filesystem.fstype if filesystem else None
     rows = [

@@ -2,7 +2,8 @@
 
 A host is a testsuite, an event a testcase, its conditions are the testcase's properties. FAIL is a
 <failure>. INCONCLUSIVE is an <error>, never <skipped>: a CI counts a skipped test as good, and a
-test that cannot tell is not. A newest report that cannot be read is an <error>, too.
+test that cannot tell is not. A newest report that cannot be read is an <error>, too. NO_BY_DESIGN
+is <skipped>, for nothing could be tested, unless what is asked of such a host is not so.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def _case(suite: ElementTree.Element, host: str, event: EventView) -> None:
     _properties(case, pairs)
     if event.persisted == "PASS":
         return
-    tag = "failure" if event.persisted == "FAIL" else "error"
+    open_ = [c.met for c in event.conditions if c.weight == "fail" and c.met is not True]
+    if event.persisted == "NO_BY_DESIGN" and not open_:
+        _element(case, "skipped", message=event.summary)  # nothing could be tested
+        return
+    tag = "failure" if event.persisted == "FAIL" or False in open_ else "error"
     causes = [f"{c.title}\n  {c.change}\n  {c.link}" for c in event.causes]
     slug = event.causes[0].slug if event.causes else "no-cause-named"
     place = _element(case, tag, message=event.summary, type=slug)

@@ -97,6 +97,7 @@ MARKS = {  # shapes too, not colours alone
     "pass": "M -4,0 A 4,4 0 1 1 4,0 A 4,4 0 1 1 -4,0 Z",
     "fail": "M -4,-4 L 4,-4 L 4,4 L -4,4 Z",
     "inconclusive": "M 0,-5 L 5,4 L -5,4 Z",
+    "no_by_design": "M -5,0 L 0,-5 L 5,0 L 0,5 Z",
 }
 
 

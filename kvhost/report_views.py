@@ -12,6 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvhost.evidence_model import Event, Evidence
+from kvhost.foreign_model import ForeignEvidence
+from kvhost.ollama_facts import OllamaEvidence
 from kvhost.reports import Report, Result, host_folder, list_reports, load_report, standing
 from kvhost.verdict_facts import Facts
 from kvhost.verdict_foreign_facts import ForeignFacts
@@ -26,7 +28,7 @@ SOURCES: dict[str, str] = {
     "outside": "from outside of vLLM",
 }
 Tokens = dict[str, float]
-Standing = Literal["PASS", "FAIL", "INCONCLUSIVE", "NONE"]
+Standing = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO_BY_DESIGN", "NONE"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class HostView:
         return "NONE" if report is None or self.latest_unreadable else report.persisted
 
 
-EVENT_TITLES: dict[Event | Literal["command"], str] = {
+EVENT_TITLES: dict[Event | Literal["command", "none"], str] = {
     "runner": "restart of the runner",
     "cache": "restart of the cache server",
     "both": "restart of both services",
@@ -95,6 +97,7 @@ EVENT_TITLES: dict[Event | Literal["command"], str] = {
     "reboot": "reboot of the host",
     "other": "a second runner that shares the tier",
     "command": "restart by a command, of a server of others",
+    "none": "no restart: this runner keeps no KV on disk",
 }
 #: The requests that the charts show, in this order; further ones of a test are in its conditions.
 ROLES = ("cold", "warm", "restored", "control")
@@ -120,10 +123,15 @@ def tokens_by_source(facts: Facts | ForeignFacts, role: str) -> Tokens:
     return {source: found[source] for source in SOURCES if found.get(source)}
 
 
+def _tokens(evidence: Evidence | ForeignEvidence) -> dict[str, Tokens]:
+    facts = Facts(evidence) if isinstance(evidence, Evidence) else ForeignFacts(evidence)
+    return {role: tokens_by_source(facts, role) for role in ROLES if facts.request(role)}
+
+
 def event_view(result: Result) -> EventView:
     """One event of a report."""
     verdict, evidence = result.verdict, result.evidence
-    facts = Facts(evidence) if isinstance(evidence, Evidence) else ForeignFacts(evidence)
+    tokens = {} if isinstance(evidence, OllamaEvidence) else _tokens(evidence)
     return EventView(
         name=verdict.event,
         title=EVENT_TITLES[verdict.event],
@@ -137,7 +145,7 @@ def event_view(result: Result) -> EventView:
             "restored": verdict.ttft_restored_s,
             "control": verdict.ttft_control_s,
         },
-        tokens={role: tokens_by_source(facts, role) for role in ROLES if facts.request(role)},
+        tokens=tokens,
         conditions=verdict.conditions,
         causes=verdict.causes,
     )

@@ -22,6 +22,7 @@ from kvhost import __version__, journal
 from kvhost.basics import SUMMARY_VARIABLE, text_of
 from kvhost.evidence_model import Evidence
 from kvhost.foreign_model import ForeignEvidence
+from kvhost.ollama_facts import OllamaEvidence
 from kvhost.verdict_types import Persisted, Verdict, worst
 from kvhost.working_copy import root
 
@@ -65,7 +66,7 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     verdict: Verdict
-    evidence: Evidence | ForeignEvidence = Field(discriminator="schema_")
+    evidence: Evidence | ForeignEvidence | OllamaEvidence = Field(discriminator="schema_")
 
 
 class Report(BaseModel):
@@ -119,6 +120,11 @@ class Report(BaseModel):
         return self.result.verdict
 
     @property
+    def exit_code(self) -> int:
+        """Of the verdict that decides; 0 is PASS alone."""
+        return self.verdict.exit_code
+
+    @property
     def left_out(self) -> bool:
         """Whether a test was left out because the server was in use, and what was tested before it
         all passed: such a run takes nothing away from an earlier verdict."""
@@ -161,7 +167,7 @@ def host_folder(host: str) -> str:
 
 def make_report(
     host: str,
-    results: Sequence[tuple[Verdict, Evidence | ForeignEvidence]],
+    results: Sequence[tuple[Verdict, Evidence | ForeignEvidence | OllamaEvidence]],
     at: datetime,
     receipt: str | None = None,
 ) -> Report:

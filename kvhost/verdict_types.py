@@ -13,7 +13,7 @@ from kvhost.evidence_model import Event
 __all__ = ["EXIT_CODES", "Persisted"]  # and what is below
 
 Weight = Literal["fail", "inconclusive", "note"]
-_RANK: dict[Persisted, int] = {"PASS": 0, "INCONCLUSIVE": 1, "FAIL": 2}
+_RANK: dict[Persisted, int] = {"PASS": 0, "NO_BY_DESIGN": 1, "INCONCLUSIVE": 2, "FAIL": 3}
 
 
 def worst(verdicts: Iterable[Persisted]) -> Persisted:
@@ -72,8 +72,9 @@ class Verdict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    event: Event | Literal["command"] = "both"
-    """"command": the restart command of a server that kvhost did not install."""
+    event: Event | Literal["command", "none"] = "both"
+    """"command": the restart command of a server that kvhost did not install; "none": nothing is
+    restarted, for nothing could persist."""
     persisted: Persisted
     worth_it: Literal["yes", "no", "unknown"]
     summary: str
@@ -87,4 +88,9 @@ class Verdict(BaseModel):
 
     @property
     def exit_code(self) -> int:
+        """NO_BY_DESIGN is as good as its conditions: 1 or 2 where one is not met, or not known."""
+        if self.persisted == "NO_BY_DESIGN":
+            met = [one.met for one in self.conditions if one.weight == "fail"]
+            if not all(met):
+                return 1 if False in met else 2
         return EXIT_CODES[self.persisted]

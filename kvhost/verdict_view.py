@@ -11,7 +11,8 @@ from kvhost.basics import printable
 from kvhost.reports import Report
 from kvhost.verdict_types import Condition, Verdict
 
-_COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow"}
+_COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow",
+           "NO_BY_DESIGN": "bold cyan"}  # fmt: skip
 _MARK = {True: ("yes", "green"), False: ("NO", "bold red"), None: ("?", "yellow")}
 
 
@@ -44,6 +45,8 @@ def headline(host: str, verdict: Verdict) -> Text:
     """persisted, worth_it and the times of one host; the host's name is shown as it is."""
     text = Text(f"{printable(host)}: event {verdict.event}: persisted ")
     text.append(verdict.persisted, _COLOUR[verdict.persisted])
+    if verdict.event == "none":
+        return text
     text.append(f", worth it {verdict.worth_it}\n  first token: {seconds(verdict)}")
     return text
 
@@ -79,7 +82,8 @@ def history_line(report: Report) -> Text:
     text = Text(f"{report.time}  {printable(report.host)}  ")
     text.append(f"{verdict.persisted:<12}", _COLOUR[verdict.persisted])
     text.append(f"  {verdict.event}" + (f" and {others} more" if others else ""))
-    text.append(f"  worth it {verdict.worth_it}")
+    if verdict.event != "none":
+        text.append(f"  worth it {verdict.worth_it}")
     times = (verdict.ttft_cold_s, verdict.ttft_restored_s)
     if any(s is not None for s in times):
         text.append("  " + " -> ".join("?" if s is None else f"{s:.2f} s" for s in times))

@@ -29,6 +29,7 @@ from kvhost import (
     plan_types,
     plan_upgrade,
 )
+from kvhost.ollama_verdict import TABLE as OLLAMA_TABLE
 from kvhost.onhost import abi_check, engine_pip
 from kvhost.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
 from kvhost.paths import HostPaths
@@ -43,6 +44,7 @@ from kvhost.verdict_rules import PAGE
 
 REPO = Path(__file__).parents[1]
 CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}
+CAUSES |= {row.slug for row in OLLAMA_TABLE}
 #: Words with a slash that begin like these are paths of the repository, not of a host.
 TOPS = ("deploys", "docs", "group_data", "inventories", "kvhost", "templates", "tests", "bench")
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from kvhost import cli, report_html, report_svg, report_views, reports
 from kvhost.evidence_model import EVENTS, Event, Evidence
+from kvhost.ollama_facts import OllamaEvidence
 from kvhost.report_junit import junit
 from kvhost.report_views import load_hosts, tokens_by_source
 from kvhost.reports import Report
@@ -454,6 +455,7 @@ def test_hostile_words_in_a_report_are_only_text(tmp_path: Path) -> None:
     verdict = result.verdict.model_copy(
         update={"summary": HOSTILE, "causes": [cause], "conditions": [found]}
     )
+    assert not isinstance(result.evidence, OllamaEvidence)
     config = result.evidence.config.model_copy(update={"model": HOSTILE})
     versions = {"vllm": HOSTILE, HOSTILE: "1"}
     evidence = result.evidence.model_copy(update={"config": config, "versions": versions})
@@ -493,7 +495,9 @@ def test_the_fleet_shows_the_worst_first(pages: dict[str, Page]) -> None:
 
 
 def test_pages_hold_no_digest_and_no_token_of_an_answer(pages: dict[str, Page]) -> None:
-    request = report_of(PASSING).result.evidence.requests["cold"]
+    evidence = report_of(PASSING).result.evidence
+    assert not isinstance(evidence, OllamaEvidence)
+    request = evidence.requests["cold"]
     for page in pages.values():
         assert request.prompt_digest not in page.text
         assert ", ".join(map(str, (request.output_tokens or [])[:3])) not in page.text
@@ -527,7 +531,7 @@ def test_every_event_is_shown_and_the_worst_stands(tmp_path: Path) -> None:
 
 
 def test_every_event_has_a_title() -> None:
-    assert set(report_views.EVENT_TITLES) == {*EVENTS, "command"}
+    assert set(report_views.EVENT_TITLES) == {*EVENTS, "command", "none"}
 
 
 # -- charts -----------------------------------------------------------------------------------

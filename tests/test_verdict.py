@@ -209,7 +209,7 @@ def test_the_threshold_of_hits_is_a_setting() -> None:
 
 
 def test_exit_codes() -> None:
-    assert EXIT_CODES == {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
+    assert EXIT_CODES == {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "NO_BY_DESIGN": 3}
 
 
 def test_evidence_of_another_version_or_with_unknown_parts_is_refused() -> None:

@@ -117,6 +117,8 @@ def tier(base: str) -> Iterator[Sample]:
 def verdict(base: str) -> Iterator[Sample]:
     """The last verdict, whole and for each event. Raises as tier() does; no file, no verdict."""
     told = drive_sys.json_file(os.path.join(base, "state", "verified.json"))
+    if told["persisted"] == "NO_BY_DESIGN":
+        return  # of a runner that keeps nothing: no verdict, and no alert about one
     moment = time.strptime(told["time"], "%Y-%m-%dT%H%M%SZ")
     yield Sample("kvhost_verdict_timestamp_seconds", float(calendar.timegm(moment)))
     for event, state in {"all": told["persisted"], **told.get("events", {})}.items():
