@@ -7,7 +7,7 @@ from deploys.common.prepare import visit
 from deploys.common.refused import refused
 from deploys.common.runlock import take_lock
 from deploys.remove import nothing, remove, show_removal
-from kvhost.asking import answer
+from kvhost.commands.asking import answer
 
 here = visit()
 if here is None:

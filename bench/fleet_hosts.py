@@ -21,8 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvhost.locks import read_lock
-from kvhost.matrix import load_matrix
+from kvhost.engine.locks import read_lock
+from kvhost.engine.matrix import load_matrix
 from tests.lab.nspawn import USER, Host, Lab, unmake, until
 from tests.lab.nspawn_engine import engine_binds
 from tests.lab.nspawn_image import lab_dir, only_one, sh

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet_hosts import BASE, Fleet
-from kvhost.services import NAMESPACE_FILE, TIER_MARKER, ready_argv
+from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, ready_argv
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host
 

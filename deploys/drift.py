@@ -7,7 +7,7 @@ from pyinfra import host
 
 from deploys.common.drift import find_drift
 from deploys.common.journal import keep_journal
-from kvhost.asking import answer
+from kvhost.commands.asking import answer
 
 keep_journal()
 found = find_drift()

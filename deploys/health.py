@@ -1,6 +1,6 @@
 """The gate between two batches of `kvhost up`: do the services run, and does the server answer?
 
-Nothing is changed. Asked through kvhost/asking.py; a host that gives no answer is not healthy.
+Nothing is changed. Asked through kvhost/commands/asking.py; a host without answer is not healthy.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from deploys.common.operations import Commands
 from deploys.common.prepare import visit
 from deploys.common.ready import ready_commands
 from deploys.common.refused import not_provisioned, refused
-from kvhost.asking import answer
+from kvhost.commands.asking import answer
 
 
 def why_not(at: Visit, host: Any) -> str | None:

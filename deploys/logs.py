@@ -9,7 +9,7 @@ from deploys.common.context import Visit
 from deploys.common.operations import Commands
 from deploys.common.prepare import visit
 from deploys.common.refused import not_provisioned, refused
-from kvhost.asking import answer, question
+from kvhost.commands.asking import answer, question
 
 
 def words(at: Visit) -> tuple[str, ...]:

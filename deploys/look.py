@@ -6,7 +6,7 @@ from pyinfra.api import StringCommand
 
 from deploys.common.facts import HostReportText
 from deploys.common.prepare import all_settings
-from kvhost.asking import answer
+from kvhost.commands.asking import answer
 from kvhost.report import ReportError, parse_report
 
 

@@ -11,8 +11,8 @@ from deploys.common.prepare import model_need, visit
 from deploys.common.refused import not_provisioned, refused
 from deploys.common.runlock import take_lock
 from deploys.host.operations import debian_packages
-from kvhost.asking import answer, question
-from kvhost.plan_types import GIB
+from kvhost.commands.asking import answer, question
+from kvhost.plan.types import GIB
 
 #: of a file of the cache, where the model does not tell
 SOME_FILE = 8 << 20

@@ -8,7 +8,7 @@ from pyinfra import context
 
 from deploys.common.prepare import known_plans, prepare
 from deploys.common.refused import refused
-from kvhost.plan import plan_to_json
+from kvhost.plan.make import plan_to_json
 
 if prepare() is None:
     refused(name="refused: see the plan above")

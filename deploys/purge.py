@@ -12,7 +12,7 @@ from deploys.common.prepare import visit
 from deploys.common.ready import ready_command
 from deploys.common.refused import not_provisioned, refused
 from deploys.common.runlock import take_lock
-from kvhost.asking import answer, question
+from kvhost.commands.asking import answer, question
 
 
 def words(at: Visit, verb: str) -> tuple[str, ...]:

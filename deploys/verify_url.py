@@ -16,9 +16,16 @@ from pyinfra import context, logger
 from pyinfra.api import FunctionCommand, StringCommand, operation
 
 from deploys.common.operations import Commands, connector_arguments, refuse
-from kvhost.cli_verify_url import ASKED_VARIABLE
-from kvhost.reports import check_writable, reports_dir
-from kvhost.verify_url import ONHOST, SCRIPTS, Asked, from_json, judge_and_keep, script_config
+from kvhost.commands.verify_url import ASKED_VARIABLE
+from kvhost.reports.kept import check_writable, reports_dir
+from kvhost.verdict.verify_url import (
+    ONHOST,
+    SCRIPTS,
+    Asked,
+    from_json,
+    judge_and_keep,
+    script_config,
+)
 
 
 @operation()

@@ -17,9 +17,10 @@ from typing import Any
 
 import click
 
-from kvhost import __version__, cli_up, journal
+from kvhost import __version__
 from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, lenient_output, printable
-from kvhost.cli_options import (
+from kvhost.commands import up as cli_up
+from kvhost.commands.options import (
     MORE,
     PASS_ALL,
     VERDICTS,
@@ -27,23 +28,24 @@ from kvhost.cli_options import (
     inventory_option,
     passed_on,
 )
-from kvhost.cli_run import pyinfra as pyinfra  # the modules of LAZY take it from here
+from kvhost.commands.run import pyinfra as pyinfra  # the modules of LAZY take it from here
+from kvhost.records import journal
 
 #: commands whose modules are imported only when they are asked for: a run starts at once
 LAZY = {
-    "bundle": ("kvhost.cli_bundle", "bundle_command"),
-    "drives": ("kvhost.cli_drives", "drives"),
-    "init": ("kvhost.cli_fleet", "init"),
-    "inventory": ("kvhost.cli_fleet", "inventory_group"),
-    "lock": ("kvhost.cli_matrix", "lock_command"),
-    "matrix": ("kvhost.cli_matrix", "matrix_command"),
-    "model": ("kvhost.cli_model", "model_command"),
-    "monitoring": ("kvhost.cli_monitoring", "monitoring_group"),
-    "remove": ("kvhost.cli_remove", "remove_command"),
-    "report": ("kvhost.cli_report", "report"),
-    "size": ("kvhost.cli_size", "size_command"),
-    "status": ("kvhost.cli_verify", "status"),
-    "verify": ("kvhost.cli_verify", "verify"),
+    "bundle": ("kvhost.commands.bundle", "bundle_command"),
+    "drives": ("kvhost.commands.drives", "drives"),
+    "init": ("kvhost.commands.fleet", "init"),
+    "inventory": ("kvhost.commands.fleet", "inventory_group"),
+    "lock": ("kvhost.commands.matrix", "lock_command"),
+    "matrix": ("kvhost.commands.matrix", "matrix_command"),
+    "model": ("kvhost.commands.model", "model_command"),
+    "monitoring": ("kvhost.commands.monitoring", "monitoring_group"),
+    "remove": ("kvhost.commands.remove", "remove_command"),
+    "report": ("kvhost.commands.report", "report"),
+    "size": ("kvhost.commands.size", "size_command"),
+    "status": ("kvhost.commands.verify", "status"),
+    "verify": ("kvhost.commands.verify", "verify"),
 }
 
 
@@ -137,7 +139,7 @@ def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     Each host is compared with its settings, its lock and the last run's receipt. Changes nothing.
     Exit: 0 no drift; 2 drift; 1 a host could not be reached or looked at.
     """
-    from kvhost import cli_drift
+    from kvhost.commands import drift as cli_drift
 
     sys.exit(cli_drift.drift(pyinfra, inventory, pyinfra_args, as_json=as_json))
 
@@ -159,7 +161,7 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     def one(args: tuple[str, ...]) -> int:
         return run_and_tell(inventory, "deploy.py", args)
 
-    from kvhost import cli_drift
+    from kvhost.commands import drift as cli_drift
 
     sys.exit(cli_drift.rebuild(host, up_one, pyinfra_args))
 
@@ -226,7 +228,7 @@ def purge(
 
     Without --namespace, --model or a tenant: what lies there, and nothing is removed.
     """
-    from kvhost import cli_care
+    from kvhost.commands import care as cli_care
 
     what = cli_care.purge_question(namespace, model, tenant, no_tenant)
     sys.exit(cli_care.purge(pyinfra, inventory, pyinfra_args, what, yes=yes))
@@ -270,7 +272,7 @@ def logs(
 
     kvhost logs [HOST…] [--service runner] [--since 2h]
     """
-    from kvhost import cli_care
+    from kvhost.commands import care as cli_care
 
     asked = {"services": cli_care.service_names(services), "lines": lines, "level": level.upper()}
     asked |= {"since": since} if since else {}

@@ -11,8 +11,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from kvhost.drive_types import Drives
-from kvhost.driver_types import DriverFacts
+from kvhost.driver.types import DriverFacts
+from kvhost.drives.types import Drives
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)

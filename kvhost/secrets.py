@@ -13,14 +13,14 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from kvhost._values import is_hub_id
 from kvhost.basics import (
     API_KEY_VARIABLE,
     HF_TOKEN_VARIABLE,
     SHARED_PASSWORD_VARIABLE,
     text_of,
 )
-from kvhost.schema import Settings
+from kvhost.schema.settings import Settings
+from kvhost.schema.values import is_hub_id
 
 _LARGEST = 4096  # bytes; more is some other file
 

@@ -1,6 +1,6 @@
 """The door to the settings: data of hosts in, checked `Settings` or one error with all problems.
 
-The schema itself is in kvhost/schema.py; read secrets with kvhost/secrets.py.
+The schema itself is in kvhost/schema/settings.py; read secrets with kvhost/secrets.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvhost._combinations import combination_problems
-from kvhost._problems import (
+from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
+from kvhost.schema.combinations import combination_problems
+from kvhost.schema.drives import HOST_DATA_ONLY
+from kvhost.schema.problems import (
     Problem,
     Refusal,
     SettingsError,
@@ -26,11 +28,9 @@ from kvhost._problems import (
     short,
     shown,
 )
-from kvhost._unsupported import NOT_SETTINGS, OTHER_NAMES
-from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
-from kvhost.schema import Settings
-from kvhost.schema_drives import HOST_DATA_ONLY
-from kvhost.schema_runners import MoreRunner
+from kvhost.schema.runners import MoreRunner
+from kvhost.schema.settings import Settings
+from kvhost.schema.unsupported import NOT_SETTINGS, OTHER_NAMES
 
 __all__ = [
     "API_KEY_VARIABLE",

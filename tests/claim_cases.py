@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvhost.claim import Claim, claim
-from kvhost.drive_types import Drives
+from kvhost.drives.claim import Claim, claim
+from kvhost.drives.types import Drives
 from kvhost.onhost.drive_probe import token
 from kvhost.settings import Settings
 

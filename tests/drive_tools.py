@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvhost import claim as claims
-from kvhost.drive_order import drive_order
+from kvhost.drives import claim as claims
+from kvhost.drives.order import drive_order
 from kvhost.onhost import drive_mount, drive_probe, report_drives
 from kvhost.report import parse_drives
 from kvhost.settings import Settings

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvhost.onhost import model_builtin
 from kvhost.paths import HostPaths
-from kvhost.services import (
+from kvhost.services.describe import (
     NAMESPACE_FILE,
     TIER_MARKER,
     Service,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvhost.journal import Told, newest, read_journal
-from kvhost.locks import read_lock, tools_digest
-from kvhost.matrix import load_matrix
+from kvhost.engine.locks import read_lock, tools_digest
+from kvhost.engine.matrix import load_matrix
+from kvhost.records.journal import Told, newest, read_journal
 from tests.drive_runs import _INVENTORY
 from tests.e2e_tools import free_ports
 

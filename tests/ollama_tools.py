@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvhost.ollama_facts import OllamaFacts, parse_facts
+from kvhost.ollama.facts import OllamaFacts, parse_facts
 from kvhost.onhost.ollama_log import loads_of
 
 LOGS = Path(__file__).with_name("fixtures") / "ollama"

@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from kvhost.plan import (
+from kvhost.plan.make import (
     Action,
     ModelNeed,
     Plan,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvhost import reports
-from kvhost.evidence_model import Evidence
-from kvhost.verdict import judge
+from kvhost.reports import kept as reports
+from kvhost.verdict.evidence import Evidence
+from kvhost.verdict.judge import judge
 from tests.verdict_cases import CASES, evidence_of
 
 NOON = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)

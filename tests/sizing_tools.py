@@ -1,4 +1,4 @@
-"""The engine's figures of the KV cache, recorded or new, beside those of kvhost/sizing.py."""
+"""The engine's figures of the KV cache, recorded or new, beside those of kvhost/sizing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvhost.sizing import KvSize, dtype_named, size_of
-from kvhost.sizing_arch import architecture_of
+from kvhost.sizing.arch import architecture_of
+from kvhost.sizing.kv_bytes import KvSize, dtype_named, size_of
 
 FIXTURES = Path(__file__).parent / "fixtures" / "sizing"
 TINY: dict[str, Any] = json.loads((FIXTURES / "tiny.json").read_text())

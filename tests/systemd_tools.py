@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvhost.namespace import digest_of
-from kvhost.runners import runners_of
-from kvhost.services import Service, api_key_path, services, unit_file
+from kvhost.services.describe import Service, api_key_path, services, unit_file
+from kvhost.services.namespace import digest_of
+from kvhost.services.runners import runners_of
+from kvhost.services.units import unit_text
 from kvhost.settings import Settings
-from kvhost.units import unit_text
 from tests.lab.nspawn import Host
 
 REPO = Path(__file__).resolve().parents[1]

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import bundle as bundles
-from kvhost.bundle import BundleError, bundle_refusals, find_bundle, make_bundle, platforms
-from kvhost.locks import EngineLock
+from kvhost.engine import bundle as bundles
+from kvhost.engine.bundle import BundleError, bundle_refusals, find_bundle, make_bundle, platforms
+from kvhost.engine.locks import EngineLock
+from kvhost.engine.tools import tools_commands
 from kvhost.onhost import bundle_check
 from kvhost.paths import HostPaths
-from kvhost.tools import tools_commands
 from tests.test_engine_script import Place, needs_uv, root_only, wheel
 
 REPO = Path(__file__).resolve().parents[1]
@@ -135,8 +135,8 @@ def test_what_a_failed_run_had_is_kept_and_only_the_rest_is_fetched(
 
 def test_a_killed_run_is_completed_by_the_next(shop: Shop) -> None:
     code = (
-        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from kvhost import bundle\n"
-        "from kvhost.locks import EngineLock; import pickle\n"
+        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from kvhost.engine import bundle\n"
+        "from kvhost.engine.locks import EngineLock; import pickle\n"
         "out, lock, tools = pickle.load(open(sys.argv[2], 'rb')); bundle.GROUP = 1\n"
         "bundle.make_bundle(out, lock, tools)\n"
     )

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvhost.claim import Claim
-from kvhost.claim_match import sizes, wwn_digits
-from kvhost.drive_order import drive_order
-from kvhost.drive_types import Drives
+from kvhost.drives.claim import Claim
+from kvhost.drives.claim_match import sizes, wwn_digits
+from kvhost.drives.order import drive_order
+from kvhost.drives.types import Drives
 from kvhost.onhost import drive_journal
 from kvhost.onhost.drive_probe import ERASABLE, NEVER
 from kvhost.settings import Settings

@@ -11,15 +11,18 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, cli_drift, cli_matrix, cli_run
+from kvhost import cli
 from kvhost.basics import EXIT_CODES, counted
-from kvhost.cli_up import INTERRUPTED
-from kvhost.foreign_model import parse_foreign
-from kvhost.matrix import load_matrix
+from kvhost.commands import drift as cli_drift
+from kvhost.commands import matrix as cli_matrix
+from kvhost.commands import run as cli_run
+from kvhost.commands.up import INTERRUPTED
+from kvhost.engine.matrix import load_matrix
 from kvhost.onhost.evidence_steps import run_step
-from kvhost.reports import make_report, tell_summary, write_report
-from kvhost.sizing import DTYPES, SizeError, dtype_named
-from kvhost.verdict_foreign import judge_foreign
+from kvhost.reports.kept import make_report, tell_summary, write_report
+from kvhost.sizing.kv_bytes import DTYPES, SizeError, dtype_named
+from kvhost.verdict.foreign import judge_foreign
+from kvhost.verdict.foreign_evidence import parse_foreign
 from tests import foreign_cases
 from tests.report_cases import NOON, PASSING, keep
 

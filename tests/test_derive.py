@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvhost.derive import derived
 from kvhost.onhost import model_builtin
-from kvhost.plan import ModelNeed
+from kvhost.plan.derive import derived
+from kvhost.plan.make import ModelNeed
 from kvhost.settings import Settings
 from tests.plan_cases import GIB, NVIDIA, changed, ok
 from tests.test_driver import facts_of

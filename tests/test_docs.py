@@ -12,35 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import (
-    bundle,
-    claim,
-    claim_reasons,
-    driver,
-    driver_mend,
-    driver_module,
-    plan_accelerator,
-    plan_drives,
-    plan_gpus,
-    plan_lock,
-    plan_pod,
-    plan_refusals,
-    plan_storage,
-    plan_types,
-    plan_upgrade,
-)
-from kvhost.ollama_verdict import TABLE as OLLAMA_TABLE
+from kvhost.driver import decide as driver
+from kvhost.driver import mend as driver_mend
+from kvhost.driver import module as driver_module
+from kvhost.drives import claim, claim_reasons
+from kvhost.engine import bundle
+from kvhost.engine.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
+from kvhost.ollama.verdict import TABLE as OLLAMA_TABLE
 from kvhost.onhost import abi_check, engine_pip
-from kvhost.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
 from kvhost.paths import HostPaths
-from kvhost.services import service_env
+from kvhost.plan import accelerator as plan_accelerator
+from kvhost.plan import drives as plan_drives
+from kvhost.plan import gpus as plan_gpus
+from kvhost.plan import lock as plan_lock
+from kvhost.plan import pod as plan_pod
+from kvhost.plan import refusals as plan_refusals
+from kvhost.plan import storage as plan_storage
+from kvhost.plan import types as plan_types
+from kvhost.plan import upgrade as plan_upgrade
+from kvhost.services.describe import service_env
 from kvhost.settings import Settings
-from kvhost.verdict import RULES, Rule
-from kvhost.verdict_causes import TABLE
-from kvhost.verdict_foreign import RULES as FOREIGN_RULES
-from kvhost.verdict_foreign import ForeignRule
-from kvhost.verdict_foreign_causes import TABLE as FOREIGN_TABLE
-from kvhost.verdict_rules import PAGE
+from kvhost.verdict.causes import TABLE
+from kvhost.verdict.foreign import RULES as FOREIGN_RULES
+from kvhost.verdict.foreign import ForeignRule
+from kvhost.verdict.foreign_causes import TABLE as FOREIGN_TABLE
+from kvhost.verdict.judge import RULES, Rule
+from kvhost.verdict.rules import PAGE
 
 REPO = Path(__file__).parents[1]
 CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}

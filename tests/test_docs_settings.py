@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import docs_gen
+from kvhost.schema import docs_gen
 from kvhost.settings import Settings, field_notes
 
 
 def test_the_page_is_the_one_that_the_schema_makes() -> None:
     found = docs_gen.PAGE.read_text(encoding="utf-8")
-    assert found == docs_gen.page(), "run: python -m kvhost.docs_gen"
+    assert found == docs_gen.page(), "run: python -m kvhost.schema.docs_gen"
 
 
 @pytest.mark.parametrize("key", Settings.model_fields)
@@ -50,7 +50,7 @@ def test_the_page_says_bounds_and_choices() -> None:
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     target = tmp_path / "settings.md"
     code = (
-        "import pathlib, kvhost.docs_gen as d;"
+        "import pathlib, kvhost.schema.docs_gen as d;"
         f"d.PAGE = pathlib.Path({str(target)!r}); raise SystemExit(d.main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

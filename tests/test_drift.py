@@ -14,8 +14,9 @@ from typing import Any
 import click
 import pytest
 
-from kvhost import cli_drift, receipts
-from kvhost.drift import File, Wanted, compare, pins_of
+from kvhost.commands import drift as cli_drift
+from kvhost.records import receipts
+from kvhost.records.drift import File, Wanted, compare, pins_of
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
 

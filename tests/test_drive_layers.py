@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvhost import claim as claims
-from kvhost.drive_order import drive_order
+from kvhost.drives import claim as claims
+from kvhost.drives.order import drive_order
 from kvhost.report import parse_drives
 from kvhost.settings import Settings
 from tests.drive_tools import ONHOST

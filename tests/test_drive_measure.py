@@ -21,10 +21,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, cli_measure
-from kvhost.drive_smart import read_smartctl, wear_of
-from kvhost.drive_types import Health
-from kvhost.drive_worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
+from kvhost import cli
+from kvhost.commands import measure as cli_measure
+from kvhost.drives.smart import read_smartctl, wear_of
+from kvhost.drives.types import Health
+from kvhost.drives.worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
 from tests.sizing_tools import FIXTURES
 
 pytestmark = pytest.mark.runners

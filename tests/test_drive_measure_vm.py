@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.drive_worth import judge_drive, parse_measured
+from kvhost.drives.worth import judge_drive, parse_measured
 from tests.lab.qemu import Machine
 from tests.lab.recipe import install
 from tests.lab.recipe import run as tool

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.drive_types import Drive
+from kvhost.drives.types import Drive
 from kvhost.onhost import (
     DRIVE_SCRIPTS,
     drive_content,

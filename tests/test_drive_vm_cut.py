@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from kvhost.claim import claim
-from kvhost.drive_order import drive_order
+from kvhost.drives.claim import claim
+from kvhost.drives.order import drive_order
 from kvhost.onhost.drive_apply import STEPS
 from kvhost.report import parse_drives
 from kvhost.settings import Settings

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvhost import driver_cards
-from kvhost.driver import Decision, decide
-from kvhost.driver_cards import chip_of
-from kvhost.driver_types import DriverFacts
-from kvhost.matrix import load_matrix
+from kvhost.driver import cards as driver_cards
+from kvhost.driver.cards import chip_of
+from kvhost.driver.decide import Decision, decide
+from kvhost.driver.types import DriverFacts
+from kvhost.engine.matrix import load_matrix
 from kvhost.onhost import DRIVE_SCRIPTS, report_gpu
 from tests.report_tools import put
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvhost.driver import decide, expected_gpus
-from kvhost.driver_mend import INSTALL, OTHERS, Mend, mend_of
-from kvhost.driver_sources import NVIDIA, MirrorError, Source, mirror_of
+from kvhost.driver.decide import decide, expected_gpus
+from kvhost.driver.mend import INSTALL, OTHERS, Mend, mend_of
+from kvhost.driver.sources import NVIDIA, MirrorError, Source, mirror_of
 from kvhost.onhost import driver_look
 from kvhost.report import HostReport
 from kvhost.settings import Settings

@@ -25,7 +25,10 @@ def test_unknown_keys_of_both_services_are_refused_together_and_nothing_is_touch
         assert site.up(verify="never").code == 0
     config = (site.base / "etc/vllm.yaml").read_bytes()
     pids = {name: site.record(name)["pid"] for name in ("cache", "runner", "pruner")}
-    template, described = site.repo / "templates/vllm.yaml.j2", site.repo / "kvhost/services.py"
+    template, described = (
+        site.repo / "templates/vllm.yaml.j2",
+        site.repo / "kvhost/services/describe.py",
+    )
     was = {
         template: break_it(template, "{% for", "max-modell-len: 99\n{% for"),
         described: break_it(described, '"num_workers"', '"num_worker"'),

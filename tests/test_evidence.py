@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from kvhost.evidence_model import Evidence, parse_events
 from kvhost.onhost import evidence as collector
 from kvhost.onhost import evidence_probe as probe
-from kvhost.verdict import judge
+from kvhost.verdict.evidence import Evidence, parse_events
+from kvhost.verdict.judge import judge
 
 pytestmark = pytest.mark.verdict
 ONHOST = Path(collector.__file__).parent

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import known_hosts
-from kvhost.fleet import load_fleet, pyinfra_hosts
-from kvhost.fleet_yaml import FleetError
+from kvhost.fleet import known_hosts
+from kvhost.fleet.read import load_fleet, pyinfra_hosts
+from kvhost.fleet.yaml import FleetError
 from kvhost.settings import validate_hosts
 
 pytestmark = pytest.mark.fleet

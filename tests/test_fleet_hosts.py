@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvhost import receipts
+from kvhost.records import receipts
 from tests.fleet_site import BASE, Site
 from tests.fleet_tools import KEY
 from tests.lab.nspawn import Lab

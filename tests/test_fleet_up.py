@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.journal import Told
+from kvhost.records.journal import Told
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import Fleet, fleet_at, interrupt
 

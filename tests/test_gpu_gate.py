@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.runners import ranks
+from kvhost.services.runners import ranks
 from kvhost.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "kvhost/onhost/gpu_gate.py"

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
-from kvhost.cli_run import default_inventory
-from kvhost.fleet import load_fleet, pyinfra_hosts
-from kvhost.fleet_yaml import FleetError
+from kvhost.commands.run import default_inventory
+from kvhost.fleet.read import load_fleet, pyinfra_hosts
+from kvhost.fleet.ssh_line import LineError, parse
+from kvhost.fleet.yaml import FleetError
 from kvhost.settings import SettingsError, validate_hosts
-from kvhost.ssh_line import LineError, parse
 from kvhost.working_copy import make
 
 pytestmark = pytest.mark.fleet

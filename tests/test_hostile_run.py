@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, journal, receipts, running
-from kvhost.reports import check_writable, load_report
+from kvhost import cli
+from kvhost.commands import running
+from kvhost.records import journal, receipts
+from kvhost.reports.kept import check_writable, load_report
 from kvhost.working_copy import make
 
 pytestmark = pytest.mark.fleet
@@ -28,7 +30,7 @@ HERE = ("--inventory", "inventory.py")
 LOUD = "import sys\nfor i in range(5000): print('line', i, 'x' * 60)\nsys.exit(3)"
 RUN = f"""import sys
 from pathlib import Path
-from kvhost import running
+from kvhost.commands import running
 sys.exit(running.run([sys.executable, "-c", {LOUD!r}], Path("/"), Path(sys.argv[1]), "plan"))
 """
 
@@ -98,7 +100,7 @@ DAMAGED += ['{"event": "run", "time": "1", "pid": "..", "start_ticks": null, "co
 
 
 def test_damaged_journals_do_not_stop_the_next_run(tmp_path: Path) -> None:
-    from kvhost.cli_up import tell_of_the_last
+    from kvhost.commands.up import tell_of_the_last
 
     good = '{"event": "done", "host": "a", "changed": 0}'
     for number, text in enumerate([*DAMAGED, "\n".join(DAMAGED)]):

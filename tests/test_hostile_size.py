@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
-from kvhost.sizing import SizeError, size_of
-from kvhost.sizing_arch import architecture_of
-from kvhost.sizing_layer import UnknownArchitecture
-from kvhost.sizing_model import find_model
+from kvhost.sizing.arch import architecture_of
+from kvhost.sizing.kv_bytes import SizeError, size_of
+from kvhost.sizing.layer import UnknownArchitecture
+from kvhost.sizing.model import find_model
 from tests.sizing_tools import PUBLIC, TINY
 
 pytestmark = pytest.mark.runners

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import cli_up, journal
-from kvhost.asking import answer
-from kvhost.cli_up import Rolling, batches
-from kvhost.journal import Row, read_journal, tell
+from kvhost.commands import up as cli_up
+from kvhost.commands.asking import answer
+from kvhost.commands.up import Rolling, batches
+from kvhost.records import journal
+from kvhost.records.journal import Row, read_journal, tell
 
 HOSTS = ["a", "b", "c", "d", "e"]
 

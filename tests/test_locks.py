@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import locks, shim
-from kvhost.matrix import load_matrix
+from kvhost.engine import locks, shim
+from kvhost.engine.matrix import load_matrix
 
 LOCKS = Path(__file__).parent.parent / "locks"
 INFO = load_matrix(LOCKS).locks["cpu-x86_64"]
@@ -66,9 +66,8 @@ def test_the_other_locks_are_hashed_too(name: str) -> None:
 
 
 def test_the_metadata_wheel_is_the_same_in_every_process() -> None:
-    code = (
-        "import hashlib, kvhost.shim as s; print(hashlib.sha256(s.build_shim('1.2')).hexdigest())"
-    )
+    code = "import hashlib, kvhost.engine.shim as s; "
+    code += "print(hashlib.sha256(s.build_shim('1.2')).hexdigest())"
     digests = {
         subprocess.run(
             [sys.executable, "-c", code], env={"TZ": zone, "PYTHONHASHSEED": seed},

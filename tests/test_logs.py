@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhost import asking, cli
+from kvhost import cli
+from kvhost.commands import asking
 from tests.e2e_tools import API_KEY, Site
 
 ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"

@@ -15,11 +15,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvhost import cli_matrix, lock_make
 from kvhost.cli import main
-from kvhost.locks import read_lock
-from kvhost.matrix import LockError, LockInfo, load_matrix
-from kvhost.plan_lock import choose_lock
+from kvhost.commands import matrix as cli_matrix
+from kvhost.engine import lock_make
+from kvhost.engine.locks import read_lock
+from kvhost.engine.matrix import LockError, LockInfo, load_matrix
+from kvhost.plan.lock import choose_lock
 from kvhost.settings import Settings
 from tests.plan_cases import NVIDIA, changed, ok
 from tests.test_engine_script import wheel

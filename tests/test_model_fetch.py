@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvhost.cli_model import model_command
+from kvhost.commands.model import model_command
 from tests.doubles.hub import COMMIT, REPO, Hub, serve
 from tests.e2e_tools import Done, make_site
 

@@ -21,11 +21,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from kvhost import cli_monitoring, monitoring
 from kvhost.cli import main as kvhost_main
+from kvhost.commands import monitoring as cli_monitoring
 from kvhost.onhost import drive_sys, metrics
 from kvhost.onhost.launch_children import boot_id
-from kvhost.schema_runners import MoreRunner
+from kvhost.schema.runners import MoreRunner
+from kvhost.services import monitoring
 from kvhost.settings import Settings, settings_digest
 from tests.e2e_tools import free_ports
 from tests.plan_cases import plan

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import monitoring
 from kvhost.onhost import metrics
+from kvhost.services import monitoring
 from kvhost.settings import Settings
 from tests.e2e_tools import Done, make_site
 from tests.engine_pair import Pair

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvhost import namespace
+from kvhost.services import namespace
 
 RESOLVED: dict[str, Any] = {
     "dtype": "float32",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.ollama_verdict import judge_kv, token_bytes
+from kvhost.ollama.verdict import judge_kv, token_bytes
 from kvhost.onhost import ollama_log
 from tests.ollama_tools import LOGS, QWEN_7B, QWEN_30B, facts_of, ok, read
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.ollama_facts import OllamaFacts, parse_facts
-from kvhost.ollama_verdict import judge_kv
+from kvhost.ollama.facts import OllamaFacts, parse_facts
+from kvhost.ollama.verdict import judge_kv
 
 pytestmark = pytest.mark.runners
 REPO = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvhost.ollama_facts import parse_facts
-from kvhost.ollama_verdict import judge_kv
+from kvhost.ollama.facts import parse_facts
+from kvhost.ollama.verdict import judge_kv
 from tests.lab.nspawn import Host, Lab
 from tests.ollama_site import (
     BASE,

@@ -12,16 +12,17 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, journal
+from kvhost import cli
 from kvhost.basics import SUMMARY_VARIABLE
-from kvhost.ollama_facts import OllamaEvidence
-from kvhost.ollama_verdict import verdict_of
-from kvhost.report_html import fleet_page, host_page
-from kvhost.report_junit import junit
-from kvhost.report_views import load_hosts
-from kvhost.reports import Report, load_report, make_report, write_report
-from kvhost.verdict_types import worst
-from kvhost.verdict_view import history_line, verdict_table
+from kvhost.ollama.facts import OllamaEvidence
+from kvhost.ollama.verdict import verdict_of
+from kvhost.records import journal
+from kvhost.reports.html import fleet_page, host_page
+from kvhost.reports.junit import junit
+from kvhost.reports.kept import Report, load_report, make_report, write_report
+from kvhost.reports.views import load_hosts
+from kvhost.verdict.types import worst
+from kvhost.verdict.view import history_line, verdict_table
 from tests.ollama_tools import QWEN_30B, facts_of
 
 pytestmark = [pytest.mark.runners, pytest.mark.verdict]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvhost import plan_refusals, plan_storage
-from kvhost.plan import (
+from kvhost.plan import refusals as plan_refusals
+from kvhost.plan import storage as plan_storage
+from kvhost.plan.make import (
     ModelNeed,
     refused,
 )

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvhost.plan import ModelNeed, Plan, make_plan
-from kvhost.plan_accelerator import decision_of
-from kvhost.plan_lock import choose_lock
+from kvhost.plan.accelerator import decision_of
+from kvhost.plan.lock import choose_lock
+from kvhost.plan.make import ModelNeed, Plan, make_plan
 from kvhost.settings import Settings
 from tests.plan_cases import FACTS, GIB, NVIDIA, absent, changed, ok, plan
 from tests.report_tools import as_root, put

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvhost.plan import (
+from kvhost.plan.make import (
     Action,
     Plan,
     Refusal,
     plan_to_json,
 )
-from kvhost.plan_types import size
-from kvhost.plan_view import render_plans
+from kvhost.plan.types import size
+from kvhost.plan.view import render_plans
 from tests.plan_cases import (
     BASE,
     FACTS,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvhost.drive_types import Drives
-from kvhost.drives_view import drives_to_json, render_drives
-from kvhost.plan import Plan
-from kvhost.plan_storage import waits_for_its_drive
+from kvhost.drives.types import Drives
+from kvhost.drives.view import drives_to_json, render_drives
+from kvhost.plan.make import Plan
+from kvhost.plan.storage import waits_for_its_drive
 from kvhost.report import HostReport, ReportError, parse_drives
 from kvhost.settings import Settings
 from tests.claim_cases import (

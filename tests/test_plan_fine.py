@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.plan import (
+from kvhost.plan.make import (
     choose_python,
     make_plan,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.plan_pod import pod_refusals
+from kvhost.plan.pod import pod_refusals
 from kvhost.settings import Settings
 from tests.plan_cases import BASE, FACTS, changed, plan
 

@@ -248,7 +248,7 @@ class Hosts:
         monkeypatch.setattr(cli, "pyinfra", self.run)
 
     def run(self, inventory: str, deploy: str, args: tuple[str, ...]) -> int:
-        from kvhost import asking
+        from kvhost.commands import asking
 
         self.asked.append(asking.question())
         self.args.append(args)

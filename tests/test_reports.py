@@ -14,13 +14,17 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, report_html, report_svg, report_views, reports
-from kvhost.evidence_model import EVENTS, Event, Evidence
-from kvhost.ollama_facts import OllamaEvidence
-from kvhost.report_junit import junit
-from kvhost.report_views import load_hosts, tokens_by_source
-from kvhost.reports import Report
-from kvhost.verdict_facts import Facts
+from kvhost import cli
+from kvhost.ollama.facts import OllamaEvidence
+from kvhost.reports import html as report_html
+from kvhost.reports import kept as reports
+from kvhost.reports import svg as report_svg
+from kvhost.reports import views as report_views
+from kvhost.reports.junit import junit
+from kvhost.reports.kept import Report
+from kvhost.reports.views import load_hosts, tokens_by_source
+from kvhost.verdict.evidence import EVENTS, Event, Evidence
+from kvhost.verdict.facts import Facts
 from tests.report_cases import (
     FAILING,
     HOSTILE,
@@ -257,7 +261,9 @@ def test_a_host_name_cannot_steer_the_terminal(kept: Path) -> None:
 def test_the_json_fits_its_published_schema(kept: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     published = json.loads((ROOT / "docs/schema/fleet-1.json").read_text())
-    assert published == report_views.fleet_schema(), "python -m kvhost.report_views > docs/schema/…"
+    assert published == report_views.fleet_schema(), (
+        "python -m kvhost.reports.views > docs/schema/…"
+    )
     code, text, _ = run("--json")
     found = json.loads(text)
     of_reports = json.loads((ROOT / "docs/schema/verdict-2.json").read_text())

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvhost.onhost import ready
-from kvhost.plan import ModelNeed, Plan, make_plan, planned
-from kvhost.runners import asked_runner, left_over, runners_of
-from kvhost.services import services, vllm_config
+from kvhost.plan.make import ModelNeed, Plan, make_plan, planned
+from kvhost.services.describe import services, vllm_config
+from kvhost.services.runners import asked_runner, left_over, runners_of
+from kvhost.services.units import unit_text
 from kvhost.settings import Settings, settings_digest
-from kvhost.units import unit_text
 from tests.plan_cases import (
     FACTS,
     GIB,

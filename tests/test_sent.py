@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.bundle import BundleError, make_bundle
-from kvhost.bundle_packages import this_release
+from kvhost.engine.bundle import BundleError, make_bundle
+from kvhost.engine.bundle_packages import this_release
 from kvhost.onhost.bundle_check import find_faults
 from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab

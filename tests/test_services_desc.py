@@ -11,9 +11,10 @@ import jinja2
 import pytest
 import yaml
 
-from kvhost import second_pair, services
 from kvhost.onhost import evidence_probe
 from kvhost.onhost.model_builtin import DIGEST
+from kvhost.services import describe as services
+from kvhost.services import second_pair
 from kvhost.settings import Settings
 
 TEMPLATES = Path(__file__).parent.parent / "templates"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from kvhost._drive_values import bytes_of
 from kvhost.paths import HostPaths
-from kvhost.schema_drives import CRITERIA
+from kvhost.schema.drive_values import bytes_of
+from kvhost.schema.drives import CRITERIA
 from kvhost.settings import Settings, SettingsError, field_notes, settings_digest, validate_hosts
 from tests.settings_cases import (
     ACCEPTED,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvhost._problems import holds_a_secret, names_a_secret, shown
-from kvhost._runner_args import DENIED, flag_name, why_denied
+from kvhost.schema.problems import holds_a_secret, names_a_secret, shown
+from kvhost.schema.runner_args import DENIED, flag_name, why_denied
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 from tests.settings_cases import DEFAULTS, HF_TOKEN, PYINFRA, SHA, check, refused
 

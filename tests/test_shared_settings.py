@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import services, shared
 from kvhost.basics import SHARED_PASSWORD_VARIABLE
 from kvhost.secrets import SecretError, certificates, shared_password
+from kvhost.services import describe as services
+from kvhost.services import shared
 from kvhost.settings import settings_digest
 from tests.settings_cases import check, refused
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, sizing_arch
-from kvhost.model_need import need_of
+from kvhost import cli
+from kvhost.plan.model_need import need_of
 from kvhost.settings import Settings
-from kvhost.sizing import (
+from kvhost.sizing import arch as sizing_arch
+from kvhost.sizing.arch import architecture_of
+from kvhost.sizing.kv_bytes import (
     KvSize,
     SizeError,
     Speeds,
@@ -21,8 +23,7 @@ from kvhost.sizing import (
     size_of,
     times_of,
 )
-from kvhost.sizing_arch import architecture_of
-from kvhost.sizing_layer import UnknownArchitecture
+from kvhost.sizing.layer import UnknownArchitecture
 from tests.sizing_tools import DOC, MARKS, PUBLIC, TINY, compared, engine_record, sized, table
 
 pytestmark = pytest.mark.runners

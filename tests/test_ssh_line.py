@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.ssh_line import LineError, parse
+from kvhost.fleet.ssh_line import LineError, parse
 
 pytestmark = pytest.mark.fleet
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from kvhost.services import services
+from kvhost.services.describe import services
 from kvhost.settings import Settings
 
 REPO = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvhost.reports import latest_report
+from kvhost.reports.kept import latest_report
 from tests.e2e_tools import Done
 from tests.systemd_site import BASE, KEY, Site, systemd_site
 

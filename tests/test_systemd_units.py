@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.schema_runners import MoreRunner
-from kvhost.services import api_key_path, unit_file
+from kvhost.schema.runners import MoreRunner
+from kvhost.services.describe import api_key_path, unit_file
+from kvhost.services.units import TRIES
 from kvhost.settings import Settings
-from kvhost.units import TRIES
 from tests.e2e_tools import Done, make_site
 from tests.lab.nspawn import Host, Lab, until
 from tests.lab.nspawn_engine import engine_binds

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvhost.services import services
+from kvhost.services.describe import services
+from kvhost.services.units import command, unit_text
 from kvhost.settings import Settings
-from kvhost.units import command, unit_text
 
 ONHOST = Path(__file__).parents[1] / "kvhost/onhost"
 NAMESPACE = "/var/lib/kvhost/tier/ns-0"

@@ -13,11 +13,15 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from kvhost import reports, verdict, verdict_agrees, verdict_causes, verdict_rules
-from kvhost.evidence_model import Evidence, parse_events, parse_evidence
-from kvhost.verdict import judge
-from kvhost.verdict_types import EXIT_CODES, Thresholds, Verdict
-from kvhost.verdict_view import history_line, verdict_table
+from kvhost.reports import kept as reports
+from kvhost.verdict import agrees as verdict_agrees
+from kvhost.verdict import causes as verdict_causes
+from kvhost.verdict import judge as verdict
+from kvhost.verdict import rules as verdict_rules
+from kvhost.verdict.evidence import Evidence, parse_events, parse_evidence
+from kvhost.verdict.judge import judge
+from kvhost.verdict.types import EXIT_CODES, Thresholds, Verdict
+from kvhost.verdict.view import history_line, verdict_table
 from tests.verdict_cases import CASES, FIXTURES, evidence_of
 from tests.verdict_edits import put
 from tests.verdict_types import Case
@@ -364,7 +368,7 @@ def test_hosts_that_look_alike_keep_apart() -> None:
 
 def test_the_published_schema_is_that_of_the_model() -> None:
     published = json.loads((ROOT / "docs/schema/verdict-2.json").read_text())
-    assert published == reports.json_schema(), "run: python -m kvhost.reports > docs/schema/…"
+    assert published == reports.json_schema(), "run: python -m kvhost.reports.kept > docs/schema/…"
 
 
 def test_the_published_schema_accepts_reports_and_nothing_else() -> None:

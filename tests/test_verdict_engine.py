@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from kvhost.evidence_model import Evidence, parse_events
 from kvhost.onhost.ready import registered
-from kvhost.second_pair import second_pair
-from kvhost.services import vllm_config
-from kvhost.verdict import judge
+from kvhost.services.describe import vllm_config
+from kvhost.services.second_pair import second_pair
+from kvhost.verdict.evidence import Evidence, parse_events
+from kvhost.verdict.judge import judge
 from tests.e2e_tools import BASE
 from tests.engine_pair import NAMESPACE, REPO, Json, Pair, restart
 from tests.engine_setups import SETUPS, TMPFS, Beside, Broken, get

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from kvhost import verdict_foreign
-from kvhost.foreign_model import ForeignEvidence
-from kvhost.verdict_foreign import judge_foreign
-from kvhost.verdict_types import Verdict
+from kvhost.verdict import foreign as verdict_foreign
+from kvhost.verdict.foreign import judge_foreign
+from kvhost.verdict.foreign_evidence import ForeignEvidence
+from kvhost.verdict.types import Verdict
 from tests.foreign_cases import ALL, Case, evidence_of, put
 
 pytestmark = pytest.mark.verdict

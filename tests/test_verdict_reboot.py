@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.evidence_model import Evidence, parse_events
-from kvhost.verdict import judge
+from kvhost.verdict.evidence import Evidence, parse_events
+from kvhost.verdict.judge import judge
 from tests.lab.nspawn import Host, Lab, run, until
 
 REPO = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.verdict_causes import NOT_COMPILED
+from kvhost.verdict.causes import NOT_COMPILED
 from tests import engine_setups
 from tests.verdict_setups import SETUPS, Setup, outcome, table
 

@@ -20,11 +20,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli, reports, verify_url
-from kvhost.foreign_model import ForeignEvidence, parse_foreign
+from kvhost import cli
 from kvhost.onhost import evidence_foreign_parts as parts
-from kvhost.verdict_foreign import judge_foreign
-from kvhost.verify_url import Asked, problems
+from kvhost.reports import kept as reports
+from kvhost.verdict import verify_url
+from kvhost.verdict.foreign import judge_foreign
+from kvhost.verdict.foreign_evidence import ForeignEvidence, parse_foreign
+from kvhost.verdict.verify_url import Asked, problems
 from tests import foreign_cases
 
 pytestmark = pytest.mark.verdict

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhost import reports
 from kvhost.onhost import model_builtin
+from kvhost.reports import kept as reports
 from tests import foreign_engine
 from tests.e2e_tools import free_ports
 

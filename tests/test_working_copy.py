@@ -16,10 +16,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvhost import _copied, cli_run, running, working_copy
+from kvhost import _copied, working_copy
 from kvhost.cli import main
-from kvhost.fleet import load_fleet, pyinfra_hosts
-from kvhost.run_log import KEPT, Mask, open_log
+from kvhost.commands import run as cli_run
+from kvhost.commands import running
+from kvhost.commands.run_log import KEPT, Mask, open_log
+from kvhost.fleet.read import load_fleet, pyinfra_hosts
 from tests.e2e_tools import make_site
 
 pytestmark = pytest.mark.fleet
@@ -223,7 +225,7 @@ def test_a_run_keeps_its_log_and_the_oldest_go(tmp_path: Path) -> None:
         "raise SystemExit(3)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from kvhost import running\n"
+        "import sys; from pathlib import Path; from kvhost.commands import running\n"
         f"sys.exit(running.run([sys.executable, '-c', {script!r}], Path('.'), Path('logs'), "
         "'deploy', ['key-7c1d0f4b9a']))"
     )
@@ -292,14 +294,14 @@ def test_a_log_cannot_be_written(tmp_path: Path) -> None:
 
 def test_on_a_terminal_the_hosts_are_shown_in_place_of_a_line_for_each(tmp_path: Path) -> None:
     script = (
-        "import os, sys, time; from kvhost.progress import tell\n"
+        "import os, sys, time; from kvhost.records.progress import tell\n"
         "print('    [one] Connected', flush=True); tell('one', 'connecting')\n"
         "tell('one', 'step', 'engine: environment', 7); time.sleep(1)\n"
         "print('    [one] Error: executed 0 commands', file=sys.stderr, flush=True)\n"
         "tell('one', 'failed', 'engine: environment'); time.sleep(0.6)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from kvhost import running\n"
+        "import sys; from pathlib import Path; from kvhost.commands import running\n"
         f"sys.exit(running.run([sys.executable, '-c', {script!r}], Path('.'), Path('logs'), 'up'))"
     )
     ours, theirs = pty.openpty()

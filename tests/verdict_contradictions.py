@@ -1,6 +1,6 @@
 """Healthy evidence edited so that it contradicts itself, with the words that the judge must say.
 
-At least one for each check of kvhost/verdict_agrees.py.
+At least one for each check of kvhost/verdict/agrees.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvhost.verdict_agrees import REQUESTS
+from kvhost.verdict.agrees import REQUESTS
 
 LIVES = (
     ("cold", "moved_cold", "half_cold", "warm", "killed"),

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvhost.evidence_model import Evidence
-from kvhost.foreign_model import ForeignEvidence
-from kvhost.verdict import judge
-from kvhost.verdict_foreign import judge_foreign
-from kvhost.verdict_types import Verdict
+from kvhost.verdict.evidence import Evidence
+from kvhost.verdict.foreign import judge_foreign
+from kvhost.verdict.foreign_evidence import ForeignEvidence
+from kvhost.verdict.judge import judge
+from kvhost.verdict.types import Verdict
 from tests import foreign_cases
 from tests.verdict_cases import evidence_of
 from tests.verdict_edits import (

@@ -16,7 +16,7 @@ from deploys.common.rendered import (
     shared_texts,
     vllm_yamls,
 )
-from kvhost import shared
+from kvhost.services import shared
 
 
 def config(run: Run) -> list[TextFile]:

@@ -23,8 +23,8 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_files
 from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
-from kvhost.namespace import Namespace
-from kvhost.services import NAMESPACE_FILE, TIER_MARKER, runner_env
+from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, runner_env
+from kvhost.services.namespace import Namespace
 
 
 @operation()

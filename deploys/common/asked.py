@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import click
 
-from kvhost._problems import nearest, short
 from kvhost.basics import printable
+from kvhost.schema.problems import nearest, short
 
 _MOST = 8  # names that a line has room for
 

@@ -12,7 +12,7 @@ from pyinfra.api import FunctionCommand, StringCommand, operation
 from deploys.common.context import Run
 from deploys.common.operations import Commands, connector_arguments, converges, refuse
 from deploys.common.ready import ready_command
-from kvhost.reports import tell_summary
+from kvhost.reports.kept import tell_summary
 from kvhost.settings import settings_digest
 
 #: state of failed.json while its run was on the way back

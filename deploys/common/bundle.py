@@ -9,7 +9,7 @@ from typing import Any
 
 from deploys.common.context import Run
 from deploys.common.send import Sent
-from kvhost.bundle import files_to_send, find_bundle
+from kvhost.engine.bundle import files_to_send, find_bundle
 from kvhost.onhost.bundle_check import MANIFEST, PACKAGES, read_manifest
 
 

@@ -22,17 +22,18 @@ from pyinfra.connectors.scp import SCPClient
 from deploys.common import asked
 from deploys.common.context import REPO
 from deploys.common.journal import heed_interrupts
-from kvhost import journal, known_hosts, ssh_key
 from kvhost.basics import lenient_output
-from kvhost.fleet import (
+from kvhost.fleet import known_hosts, ssh_key
+from kvhost.fleet.read import (
     FLEET_VARIABLE,
     KNOWN_HOSTS,
     load_fleet,
     pyinfra_hosts,
     secrets_of,
 )
-from kvhost.fleet_yaml import FleetError
-from kvhost.progress import tell
+from kvhost.fleet.yaml import FleetError
+from kvhost.records import journal
+from kvhost.records.progress import tell
 from kvhost.secrets import Secret
 
 #: host -> "password" | "sudo_password" -> secret; never among the hosts' data, which are shown

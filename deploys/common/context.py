@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvhost.locks import EngineLock
+from kvhost.engine.locks import EngineLock
 from kvhost.paths import HostPaths
-from kvhost.plan import Plan
+from kvhost.plan.make import Plan
 from kvhost.report import HostReport
 from kvhost.secrets import Secret
 from kvhost.settings import Settings

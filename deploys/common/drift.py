@@ -19,22 +19,22 @@ from deploys.common.rendered import (
     shared_texts,
     vllm_yamls,
 )
-from kvhost import receipts
-from kvhost.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
-from kvhost.drive_order import drive_order
-from kvhost.locks import EngineLock, LockError, read_lock, tools_digest
-from kvhost.matrix import load_matrix
-from kvhost.namespace import digest_of
-from kvhost.plan import Plan
-from kvhost.plan_drives import claim_of
-from kvhost.plan_host import choose_python, minor
-from kvhost.plan_lock import choose_lock
-from kvhost.receipt import system_of
+from kvhost.drives.order import drive_order
+from kvhost.engine.locks import EngineLock, LockError, read_lock, tools_digest
+from kvhost.engine.matrix import load_matrix
+from kvhost.plan.drives import claim_of
+from kvhost.plan.host import choose_python, minor
+from kvhost.plan.lock import choose_lock
+from kvhost.plan.make import Plan
+from kvhost.records import receipts
+from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
+from kvhost.records.receipt import system_of
 from kvhost.report import HostReport, ReportError
 from kvhost.secrets import SecretError, api_key
-from kvhost.services import api_key_path, services, unit_file
+from kvhost.services.describe import api_key_path, services, unit_file
+from kvhost.services.namespace import digest_of
+from kvhost.services.shared import password_path
 from kvhost.settings import Settings, settings_digest
-from kvhost.shared import password_path
 
 #: where services.py puts the units, of kvhost/onhost/services_systemd.py
 UNITS = "/etc/systemd/system"

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from deploys.common.facts import DrivesText
 from deploys.common.prepare import all_settings
-from kvhost.drive_types import Drives
-from kvhost.drives_view import drives_to_json, render_drives
+from kvhost.drives.types import Drives
+from kvhost.drives.view import drives_to_json, render_drives
 from kvhost.report import ReportError, parse_drives
 from kvhost.settings import Settings
 

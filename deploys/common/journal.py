@@ -18,7 +18,7 @@ import gevent
 from pyinfra import context, logger
 from pyinfra.api.state import BaseStateCallback, StateStage
 
-from kvhost.journal import VARIABLE, tell
+from kvhost.records.journal import VARIABLE, tell
 
 #: exit code after Ctrl-C, as of a shell: 128 + SIGINT
 INTERRUPTED = 130
@@ -87,7 +87,7 @@ def _end(state: Any) -> None:
 
 
 def heed_interrupts() -> None:
-    """Called by config.py; kvhost/running.py held SIGINT back until now."""
+    """Called by config.py; kvhost/commands/running.py held SIGINT back until now."""
     signal.signal(signal.SIGINT, _interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvhost import receipts
+from kvhost.records import receipts
 
 _left: dict[str, dict[str, Any]] = {}
 _verdicts: dict[str, dict[str, str]] = {}

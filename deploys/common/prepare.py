@@ -19,32 +19,32 @@ from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
-from kvhost import progress
-from kvhost.bundle import bundle_refusals
-from kvhost.derive import derived
-from kvhost.drive_order import drive_order
-from kvhost.driver_mend import mend_of
-from kvhost.driver_sources import MirrorError, mirror_of
-from kvhost.journal import tell
-from kvhost.locks import EngineLock, LockError, read_lock
-from kvhost.locks import tools_digest as digest_of_tools
-from kvhost.matrix import LockInfo, load_matrix
-from kvhost.model_need import need_of
-from kvhost.namespace import digest_of, predicted_fields, predicted_versions
+from kvhost.driver.mend import mend_of
+from kvhost.driver.sources import MirrorError, mirror_of
+from kvhost.drives.order import drive_order
+from kvhost.engine.bundle import bundle_refusals
+from kvhost.engine.locks import EngineLock, LockError, read_lock
+from kvhost.engine.locks import tools_digest as digest_of_tools
+from kvhost.engine.matrix import LockInfo, load_matrix
+from kvhost.engine.packages import drive_packages, needed_packages
 from kvhost.onhost import model_builtin
-from kvhost.packages import drive_packages, needed_packages
-from kvhost.plan import ModelNeed, Plan, PlanInputs, choose_python, make_plan
-from kvhost.plan_accelerator import accelerator_refusals, decision_of
-from kvhost.plan_drives import claim_of, drive_notes
-from kvhost.plan_host import installed, minor
-from kvhost.plan_lock import choose_lock
-from kvhost.plan_types import Refusal, Stage, unreadable
-from kvhost.plan_view import render_plans
+from kvhost.plan.accelerator import accelerator_refusals, decision_of
+from kvhost.plan.derive import derived
+from kvhost.plan.drives import claim_of, drive_notes
+from kvhost.plan.host import installed, minor
+from kvhost.plan.lock import choose_lock
+from kvhost.plan.make import ModelNeed, Plan, PlanInputs, choose_python, make_plan
+from kvhost.plan.model_need import need_of
+from kvhost.plan.types import Refusal, Stage, unreadable
+from kvhost.plan.view import render_plans
+from kvhost.records import progress
+from kvhost.records.journal import tell
 from kvhost.report import HostReport, ReportError, parse_report
-from kvhost.reports import tell_summary
-from kvhost.runners import runners_of
+from kvhost.reports.kept import tell_summary
 from kvhost.secrets import SecretError, api_key, hf_token, shared_password
-from kvhost.services import api_key_path, services
+from kvhost.services.describe import api_key_path, services
+from kvhost.services.namespace import digest_of, predicted_fields, predicted_versions
+from kvhost.services.runners import runners_of
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
 RUN_ID = uuid.uuid4().hex[:12]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deploys.common.context import Visit
-from kvhost.runners import asked_runner, runners_of
-from kvhost.services import ready_argv
+from kvhost.services.describe import ready_argv
+from kvhost.services.runners import asked_runner, runners_of
 
 
 def ready_commands(run: Visit, *words: str) -> tuple[tuple[str, ...], ...]:

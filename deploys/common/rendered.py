@@ -12,15 +12,15 @@ from deploys.common.context import REPO, Run
 from deploys.common.facts import LIBRARY, ONHOST, scripts
 from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
-from kvhost.locks import EngineLock
-from kvhost.monitoring import program
-from kvhost.namespace import Namespace, input_digest, namespace_of
-from kvhost.runners import config_name, ranks, runners_of
+from kvhost.engine.locks import EngineLock
 from kvhost.secrets import certificates
-from kvhost.services import Service, model_dir, services, unit_file, vllm_config
+from kvhost.services.describe import Service, model_dir, services, unit_file, vllm_config
+from kvhost.services.monitoring import program
+from kvhost.services.namespace import Namespace, input_digest, namespace_of
+from kvhost.services.runners import config_name, ranks, runners_of
+from kvhost.services.shared import ca_path
+from kvhost.services.units import unit_text
 from kvhost.settings import Settings
-from kvhost.shared import ca_path
-from kvhost.units import unit_text
 
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(REPO / "templates"),

@@ -13,9 +13,9 @@ from deploys.common.context import REPO, Run
 from deploys.common.looks import Ask
 from deploys.common.operations import TextFile, file_asks, root_files, run_unless
 from deploys.engine.bundle import bundle_on_host
-from kvhost.driver import expected_gpus
-from kvhost.services import service_env
-from kvhost.tools import tools_commands
+from kvhost.driver.decide import expected_gpus
+from kvhost.engine.tools import tools_commands
+from kvhost.services.describe import service_env
 
 
 def lock_path(run: Run) -> str:

@@ -18,7 +18,7 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_directories, own_files_ask, words_for
 from deploys.host.operations import debian_packages, packages_ask, service_user, user_ask
-from kvhost.packages import drive_packages, needed_packages
+from kvhost.engine.packages import drive_packages, needed_packages
 
 
 def wanted_directories(run: Run) -> list[Directory]:

@@ -11,7 +11,7 @@ from deploys.common.bundle import Place, files_of
 from deploys.common.looks import Ask, ask, ask_json
 from deploys.common.operations import Commands, converges, refuse, shown
 from deploys.common.send import send
-from kvhost.bundle_packages import install_command
+from kvhost.engine.bundle_packages import install_command
 from kvhost.onhost.bundle_check import PACKAGES
 from kvhost.onhost.pod_start import FIRST_LOGIN_UID
 

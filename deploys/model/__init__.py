@@ -8,8 +8,8 @@ from deploys.common.context import Run
 from deploys.common.looks import Ask
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
 from deploys.model.sent import sent_model
-from kvhost._values import is_sent
-from kvhost.services import model_dir, service_env
+from kvhost.schema.values import is_sent
+from kvhost.services.describe import model_dir, service_env
 
 
 def check_command(run: Run) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from deploys.common.context import REPO
 from deploys.common.looks import ask_json
 from deploys.common.operations import Commands, converges, refuse, shown
 from deploys.common.send import Sent, send
-from kvhost._values import SENT
 from kvhost.onhost.bundle_check import file_digest
 from kvhost.onhost.model_digest import SUFFIXES
+from kvhost.schema.values import SENT
 
 MARKER = ".kvhost-complete.json"
 

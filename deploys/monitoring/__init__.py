@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deploys.common.context import Run
 from deploys.common.looks import Ask
 from deploys.monitoring.operations import ACTIVE, PLACE, collector, no_collector, writable
-from kvhost.monitoring import textfile
+from kvhost.services.monitoring import textfile
 
 
 def asks(run: Run) -> Iterator[Ask]:

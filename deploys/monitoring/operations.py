@@ -11,7 +11,7 @@ from deploys.common.context import Run
 from deploys.common.looks import ask, ask_file
 from deploys.common.operations import Commands, TextFile, converges, refuse, write_files
 from deploys.common.rendered import metrics_script
-from kvhost.monitoring import UNIT, textfile, unit_text
+from kvhost.services.monitoring import UNIT, textfile, unit_text
 
 PLACE = f"/etc/systemd/system/{UNIT}"
 #: ends well when it runs now and after a boot

@@ -14,7 +14,7 @@ from deploys.common.context import Visit
 from deploys.common.facts import ONHOST, CommandJson
 from deploys.common.operations import Commands, shown
 from kvhost.basics import printable
-from kvhost.plan_types import size
+from kvhost.plan.types import size
 
 
 def argv(at: Visit, *more: str) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ from deploys.common.rendered import (
     vllm_yamls,
 )
 from kvhost.onhost.report_held import MARKER as ENGINE_MARKER
-from kvhost.receipt import make_receipt, system_of
-from kvhost.runners import left_over
+from kvhost.records.receipt import make_receipt, system_of
+from kvhost.services.runners import left_over
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:

@@ -8,10 +8,10 @@ from deploys.common.context import Run
 from deploys.common.looks import Ask
 from deploys.common.rendered import last_namespace, resolved_path
 from deploys.verify.operations import restart_test, settle, settle_command
-from kvhost.journal import tell
-from kvhost.reports import tell_summary
-from kvhost.runners import runners_of
-from kvhost.services import api_url, served_name
+from kvhost.records.journal import tell
+from kvhost.reports.kept import tell_summary
+from kvhost.services.describe import api_url, served_name
+from kvhost.services.runners import runners_of
 
 
 def asks(run: Run) -> Iterator[Ask]:

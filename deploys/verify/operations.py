@@ -29,9 +29,8 @@ from deploys.common.operations import (
 from deploys.common.ready import ready_command
 from deploys.common.reboot import reboot
 from deploys.common.rendered import Late, look
-from kvhost.evidence_model import parse_events
 from kvhost.onhost.ready import own_requests
-from kvhost.reports import (
+from kvhost.reports.kept import (
     check_writable,
     make_report,
     reports_dir,
@@ -39,12 +38,13 @@ from kvhost.reports import (
     tell_summary,
     write_report,
 )
-from kvhost.runners import asked_runner, runners_of
-from kvhost.second_pair import second_pair
-from kvhost.services import api_key_path, api_url, served_name
-from kvhost.verdict import judge
-from kvhost.verdict_types import Thresholds
-from kvhost.verdict_view import headline, verdict_table
+from kvhost.services.describe import api_key_path, api_url, served_name
+from kvhost.services.runners import asked_runner, runners_of
+from kvhost.services.second_pair import second_pair
+from kvhost.verdict.evidence import parse_events
+from kvhost.verdict.judge import judge
+from kvhost.verdict.types import Thresholds
+from kvhost.verdict.view import headline, verdict_table
 
 #: exit codes of evidence.py
 IN_USE, REBOOT = 3, 4

@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 SCHEMA = 1
 #: folder -> the lock whose wheels are in it
 FOLDERS = {"wheels": "lock.txt", "tools": "tools.txt"}
-#: folder of Debian packages, where the bundle has some (kvhost/bundle_packages.py)
+#: folder of Debian packages, where the bundle has some (kvhost/engine/bundle_packages.py)
 PACKAGES = "packages"
 _PATH = re.compile(r"(?:wheels/|tools/|packages/)?[A-Za-z0-9][A-Za-z0-9._+!-]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Formats and mounts the drive of an order: drive_apply.py apply|check --order FILE. As root.
 
-The order says what was planned for which drive (kvhost/claim.py makes it). Everything it rests on
-is looked at again here, with the device held and locked, and any difference ends the run before a
-byte is written. Each step can be cut off: the next run goes on from the journal in --state.
+The order says what was planned for which drive (kvhost/drives/order.py makes it). Everything it
+rests on is looked at again here, with the device held and locked, and any difference ends the
+run before a byte is written. Each step can be cut off: the next run goes on from the journal in
+--state.
 
 apply   does it. JSON on stdout, progress on stderr. Exit: 0 done, 3 refused (what was found, and
         the token that would allow more), 1 failed half-way (run it again), 2 wrong usage.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the NVIDIA driver of this host as an order of kvhost's says: apply --base DIR --order FILE
 
-Run as root, by the stage driver alone (kvhost/driver_mend.py writes the order). Its steps: nothing
+Run as root, by the stage driver alone (kvhost/driver/mend.py writes the order). Its steps: nothing
 uses the GPU; the repository and its key; the newest version of the branch, to which all of the
 driver is pinned; what apt would do, and nothing of others is removed; the old driver's packages
 kept aside, the running kernel marked as wanted; the packages; a module for the running kernel;

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
-#: the cache server's memory in /dev/shm, named for the installation (kvhost/services.py)
+#: the cache server's memory in /dev/shm, named for the installation (kvhost/services/describe.py)
 POOL = "lmcache_l1_pool_"
 Data = dict[str, Any]
 

@@ -2,7 +2,7 @@
 """Facts about NVIDIA GPUs and their driver, for report.py, which this lies beside; or as JSON.
 
 Read only: no module is loaded, nothing is installed. What cards there are is read from /sys, so
-that it is known without any driver or tool. What is decided of it: kvhost/driver.py.
+that it is known without any driver or tool. What is decided of it: kvhost/driver/decide.py.
 """
 
 from __future__ import annotations

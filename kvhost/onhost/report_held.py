@@ -37,7 +37,7 @@ ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervi
 OF_KVHOST = re.compile(
     r"(/.+?)/(?:(?:envs|tools)/[^/]+/|current/|bin/[a-z_]+\.py$|etc/(?:supervisord\.conf|vllm)).*"
 )
-WRITTEN_FOR = re.compile(r"# Written by kvhost for (/.*?)\. ")  # kvhost/units.py
+WRITTEN_FOR = re.compile(r"# Written by kvhost for (/.*?)\. ")  # kvhost/services/units.py
 UNITS = ("vllm*", "lmcache*", "ollama*", "llama-server*")
 _SECRET = r"(?:api[-_]?key|key|token|secret|password|passwd|credentials?|auth)"
 SECRET_NAME = re.compile(rf"(?i)(?:^|[-_.]){_SECRET}$")
@@ -373,7 +373,7 @@ def files(base: Path) -> dict[str, Data]:
 
 
 def own_units(base: Path) -> list[Data]:
-    """Units of kvhost's names, and whether they are this installation's (kvhost/units.py)."""
+    """Units of kvhost's names, and whether they are this installation's (services/units.py)."""
     rows = []
     for top in UNIT_DIRS:
         if host(top).is_symlink():  # /lib is /usr/lib

@@ -6,7 +6,7 @@ import os
 import re
 
 ORDER = ("cache", "runner", "pruner")
-#: in etc/, of runners beside the first (kvhost/runners.py): description, unit, configuration
+#: in etc/, of runners beside the first (services/runners.py): description, unit, configuration
 FURTHER = re.compile(r"(?:(runner-\w+)\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml)")
 
 

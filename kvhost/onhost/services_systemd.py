@@ -47,7 +47,7 @@ def booted() -> bool:
 
 
 def is_ours(text: str, base: str) -> bool:
-    """Whether a unit is of the installation in ``base``, by its first line (kvhost/units.py)."""
+    """Whether a unit is of the installation in ``base``, by its first line (services/units.py)."""
     return text.startswith(f"# Written by kvhost for {base}. ")
 
 

@@ -41,7 +41,7 @@ KNOWN = {
 FURTHER = re.compile(r"runner-\w+\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml")
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 GUARD = "run.lock.guard"
-#: onhost/metrics.py as systemd runs it (kvhost/monitoring.py)
+#: onhost/metrics.py as systemd runs it (kvhost/services/monitoring.py)
 METRICS = "/etc/systemd/system/kvhost-metrics.service"
 DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
 Data = dict[str, Any]

@@ -15,12 +15,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvhost.locks import read_lock, tools_digest
-from kvhost.matrix import load_matrix
+from kvhost.engine.locks import read_lock, tools_digest
+from kvhost.engine.matrix import load_matrix
+from kvhost.engine.tools import tools_commands
 from kvhost.paths import HostPaths
-from kvhost.services import service_env
+from kvhost.services.describe import service_env
 from kvhost.settings import Settings
-from kvhost.tools import tools_commands
 from tests.lab.nspawn import Host, Lab
 from tests.lab.nspawn_image import LabError, lab_dir, only_one, sh
 

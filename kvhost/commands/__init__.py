@@ -1,0 +1,1 @@
+"""The command `kvhost`, a module a command; what reaches a host is pyinfra, run by these."""

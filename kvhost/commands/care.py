@@ -1,0 +1,179 @@
+"""Commands that look after a provisioned host: its logs, and parts of its cache to be removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvhost.basics import counted, printable
+from kvhost.commands import asking
+from kvhost.commands.up import Runner
+from kvhost.plan.types import size
+from kvhost.records import journal
+
+
+def ask(
+    run: Runner, inventory: str, deploy: str, args: tuple[str, ...], question: dict[str, Any]
+) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code of the deploy, and the answers of the hosts that gave one."""
+    with tempfile.TemporaryDirectory() as folder:  # 0700
+        os.environ.update(asking.environment(question, folder))
+        try:
+            code = run(inventory, deploy, ("-y", *args))
+        finally:
+            for name in (asking.QUESTION, asking.ANSWERS):
+                os.environ.pop(name, None)
+        return code, asking.answers(folder)
+
+
+def ask_all(
+    run: Runner, inventory: str, deploy: str, args: tuple[str, ...], question: dict[str, Any]
+) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
+    """As ask(), and host -> why of each that was asked and gave no answer, in the fleet's order."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "journal")
+        os.environ[journal.VARIABLE] = str(kept)
+        try:
+            code, found = ask(run, inventory, deploy, args, question)
+        finally:
+            os.environ.pop(journal.VARIABLE, None)
+        rows = journal.read_journal(kept).rows if kept.exists() else {}
+    answered = {one["host"] for one in found}
+    silent = {name: _silence(row) for name, row in rows.items() if name not in answered}
+    return code, found, silent
+
+
+def _silence(row: journal.Row) -> str:
+    if row.result != "unreachable":
+        return "it gave no answer"
+    return "it could not be reached" + (f": {row.why}" if row.why else "")
+
+
+def service_names(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of services as they are, whichever runners a host has. Raises click.BadParameter."""
+    for name in given:
+        if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|pruner|supervisord", name):
+            raise click.BadParameter(
+                f"{name!r} is none of cache, runner, runner-NAME, pruner, supervisord"
+            )
+    return given
+
+
+def purge_question(
+    namespace: str | None, model: str | None, tenant: str | None, no_tenant: bool
+) -> dict[str, str]:
+    """What is to go. A salt becomes its digest here. Raises click.UsageError."""
+    if tenant is not None and no_tenant:
+        raise click.UsageError("--tenant and --no-tenant exclude each other")
+    if tenant == "-":
+        tenant = click.prompt("cache_salt of the tenant", hide_input=True)
+    if tenant == "":
+        raise click.UsageError("--tenant: an empty cache_salt is --no-tenant")
+    digest = hashlib.sha256(os.fsencode(tenant)).hexdigest() if tenant is not None else None
+    what = {"namespace": namespace, "model": model, "tenant_sha256": "-" if no_tenant else digest}
+    return {key: value for key, value in what.items() if value is not None}
+
+
+def purge(
+    run: Runner, inventory: str, args: tuple[str, ...], what: dict[str, str], *, yes: bool
+) -> int:
+    """Shows what would go, asks, removes it. Without ``what`` it only shows what lies there."""
+    console = Console()
+    code, found = ask(run, inventory, "deploys/purge.py", args, {"verb": "look", **what})
+    if code or not found:
+        return code or 1
+    total = sum(host["files"] for host in found)
+    if any(host["rows"] for host in found):
+        console.print(purge_table(found))
+    else:
+        console.print(
+            "No files of the cache are that; kvhost purge alone shows what there is."
+            if what
+            else "The cache holds no files."
+        )
+    if not what:
+        return 0
+    # without files there may still be memory: chunks that the pruner took from the disk
+    restarts = [host["host"] for host in found if host["restarts"] or "namespace" not in what]
+    console.print(
+        f"{counted(total, 'file')}, {size(sum(host['bytes'] for host in found))}. "
+        f"{'It is' if total == 1 else 'They are'} unlinked, not "
+        "overwritten: copies in backups and snapshots, and blocks on the disk, stay."
+    )
+    if restarts:
+        console.print(
+            f"The cache server and the runner of {', '.join(restarts)} are restarted, because "
+            "their memory holds KV too: requests in work are lost."
+        )
+    if not yes and not click.confirm("Remove it?", default=False):
+        console.print("nothing was removed")
+        return 1
+    code, gone = ask(run, inventory, "deploys/purge.py", args, {"verb": "remove", **what})
+    for host in gone:
+        files = counted(host["files"], "file")
+        console.print(f"{host['host']}: removed {files}, {size(host['bytes'])}")
+    return code or int(len(gone) != len(found))
+
+
+def purge_table(found: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for name in ("host", "namespace", "model", "tenant", "files", "size"):
+        # namespace and model are what --namespace and --model ask for: never cut
+        table.add_column(name, no_wrap=name == "namespace", overflow="fold")
+    for host in found:
+        for row in host["rows"]:
+            tenant = row["tenant"]
+            current = "\n(in use)" if row["namespace"] == host["current"] else ""
+            table.add_row(
+                host["host"],
+                row["namespace"] + current,
+                row["model"] or "?",
+                {None: "?", "-": "none"}.get(tenant, f"sha256 {str(tenant)[:12]}…"),
+                str(row["files"]),
+                size(row["bytes"]),
+            )
+    return table
+
+
+def logs(
+    run: Runner, inventory: str, words: tuple[str, ...], asked: dict[str, Any], *, as_json: bool
+) -> int:
+    """Words before the first option are hosts. Exit code: that of the deploy."""
+    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    hosts = [arg for name in words[:first] for arg in ("--limit", name)]
+    options = (*hosts, *words[first:])
+    code, found, silent = ask_all(run, inventory, "deploys/logs.py", options, asked)
+    if as_json:
+        told: dict[str, Any] = {name: {"unreadable": [why]} for name, why in silent.items()}
+        click.echo(json.dumps(told | {host["host"]: host["services"] for host in found}))
+        return code
+    for host in found:
+        show_logs(host["host"], host["services"])
+    return code
+
+
+def show_logs(host: str, services: dict[str, Any]) -> None:
+    """Why services failed, their errors with the newest on top, and then the last lines."""
+    for name, row in services.items():
+        if row["failed"]:
+            click.echo(f"{host} {name}: FAILED: {printable(row['failed'])}")
+    every = [(name, block) for name, row in services.items() for block in row["errors"]]
+    for name, block in sorted(every, key=lambda item: item[1]["time"] or "", reverse=True):
+        click.echo(f"{host} {name}: error at {block['time'] or 'an unknown time'}")
+        for line in block["lines"]:
+            click.echo(f"  {printable(line)}")
+    for name, row in services.items():
+        click.echo(
+            f"{host} {name}: the last {counted(len(row['lines']), 'line')} of {row['source']}"
+        )
+        for line in row["lines"]:
+            click.echo(f"  {printable(line)}")

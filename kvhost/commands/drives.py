@@ -1,0 +1,32 @@
+"""`kvhost drives`: what is there, and whether it is fast enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from kvhost import cli
+from kvhost.commands.measure import measure, measure_options
+from kvhost.commands.options import MORE, PASS_ALL, inventory_option, passed_on
+
+
+@click.command(context_settings=PASS_ALL, epilog=MORE)
+@inventory_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> drives.")
+@measure_options
+@passed_on
+def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...], **measured: Any) -> None:
+    """All drives of all hosts, and what kvhost thinks of each.
+
+    Changes nothing. The table goes to stderr, --json to stdout. With --measure: whether the tier
+    of each provisioned host is fast enough to be worth it (docs/sizing.md). Exit then: 0 worth it;
+    1 not on one host or more, or it failed; 2 cannot tell.
+    """
+    if measured.pop("measure"):
+        sys.exit(measure(cli.pyinfra, inventory, pyinfra_args, as_json=as_json, **measured))
+    if as_json:
+        os.environ["KVHOST_DRIVES_JSON"] = "1"
+    sys.exit(cli.pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))

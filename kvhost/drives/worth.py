@@ -1,0 +1,229 @@
+"""Is the drive worth it: from what drive_measure.py found, and what the model asks. Pure.
+
+Times are seconds, sizes bytes, speeds bytes a second.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvhost.drives.smart import Wear, wear_of
+from kvhost.drives.types import Health, Link
+from kvhost.sizing.kv_bytes import Times
+from kvhost.sizing.view import seconds, verdict_words
+
+#: below this part of the first speed, a drive's writes have fallen: the cache of its cells is full
+FALLEN = 0.6
+YEAR_HOURS = 24 * 365.25
+#: what a SATA link of 6 Gbit/s carries at most, after its 8b/10b coding
+SATA_LIMIT = 600e6
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Rate(_Model):
+    bytes: int
+    seconds: float
+    bytes_per_s: float
+    p99_s: float | None
+    series: tuple[tuple[float, float], ...] = ()
+
+
+class Thermal(_Model):
+    """Since the drive was made: minutes too hot, and how often and long it slowed itself."""
+
+    warning_min: int
+    critical_min: int
+    throttled: int
+    throttled_s: int
+
+
+class Disk(_Model):
+    """One disk below the tier, at one moment."""
+
+    name: str
+    model: str | None
+    serial: str | None
+    transport: str
+    link: Link | None
+    rotational: bool
+    health: Health | None
+    thermal: Thermal | None
+    why: str | None
+    smartctl: dict[str, Any] | None = None
+
+
+class Memory(_Model):
+    """The end of an earlier measurement: Unix seconds, bytes written by then, by serial number."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    time: int
+    written: dict[str, int]
+
+
+class Measured(_Model):
+    """What onhost/drive_measure.py prints."""
+
+    schema_: Literal[1] = Field(alias="schema")
+    time: int
+    previous: Memory | None
+    fio: str
+    filesystem: str
+    network: bool
+    disks: tuple[str, ...]
+    file_bytes: int
+    direct: bool
+    write: Rate
+    read_files: Rate
+    read: Rate
+    before: tuple[Disk, ...]
+    after: tuple[Disk, ...]
+
+
+def parse_measured(data: dict[str, Any]) -> Measured:
+    """Raises pydantic.ValidationError (a ValueError) for another form."""
+    return Measured.model_validate(data)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about the drive that a person should know. ``bad``: it costs speed or the drive."""
+
+    code: str
+    words: str
+    bad: bool = True
+
+
+@dataclass(frozen=True)
+class Judged:
+    """``worth``: None where what the model asks, or what computing takes, is not known."""
+
+    worth: bool | None
+    words: str
+    times: Times | None
+    findings: tuple[Finding, ...]
+    wear: tuple[tuple[str, Wear], ...]
+
+
+def judge_drive(
+    measured: Measured,
+    *,
+    bytes_per_token: int | None,
+    prefill: float | None,
+    tokens: int,
+    tbw: float | None = None,
+) -> Judged:
+    """``bytes_per_token``: of all ranks; ``prefill``: tokens a second; ``tbw``: bytes that the
+    maker rates each drive for."""
+    speed = measured.read_files.bytes_per_s
+    since = {disk.name: _since(measured, disk) for disk in measured.before}
+    wear = tuple(
+        (disk.name, wear_of(disk.health, disk.smartctl, tbw, since.get(disk.name)))
+        for disk in measured.after
+    )
+    findings = tuple(_findings(measured, wear))
+    if bytes_per_token is None:
+        words = f"reads whole files at {mb(speed)}; the model's KV per token is not known here"
+        return Judged(None, words, None, findings, wear)
+    size = bytes_per_token * tokens
+    if prefill is None:
+        words = (
+            f"restores {tokens:,} tokens in {seconds(size / speed)}; how long computing them "
+            "takes is not known: give --prefill, or run the restart test first"
+        )
+        return Judged(None, words, None, findings, wear)
+    times = Times(tokens, size, size / speed, tokens / prefill)
+    worth, words = verdict_words(times)
+    return Judged(worth, words, times, findings, wear)
+
+
+def _since(measured: Measured, before: Disk) -> tuple[int, float] | None:
+    """Bytes written and days from the end of the last measurement to the beginning of this one;
+    None without one, or before a day has gone by."""
+    last = measured.previous
+    if last is None or before.health is None or before.serial not in last.written:
+        return None
+    days = (measured.time - last.time) / 86400
+    written = before.health.bytes_written - last.written[before.serial]
+    return (written, days) if days >= 1 and written >= 0 else None
+
+
+def mb(speed: float) -> str:
+    return f"{speed / 1e6:,.0f} MB/s"
+
+
+def _findings(measured: Measured, wear: tuple[tuple[str, Wear], ...]) -> list[Finding]:
+    found = []
+    if measured.network:
+        words = f"the tier is a network volume ({measured.filesystem}): its speed is the network's"
+        found.append(Finding("network_volume", words + ", and others' load changes it"))
+    if not measured.direct:
+        words = f"{measured.filesystem} takes no direct reads: memory may have answered a part"
+        found.append(Finding("not_direct", words))
+    before = {disk.name: disk for disk in measured.before}
+    for disk in measured.after:
+        found += _of_disk(before.get(disk.name), disk)
+    fall = fallen(measured.write)
+    if fall:
+        first, last, after = fall
+        words = f"writes fall from {mb(first)} to {mb(last)} after {after / 1e9:.1f} GB: the fast "
+        found.append(Finding("writes_fall", words + "part of its cells is full"))
+    for name, one in wear:
+        found += [Finding(code, f"{name}: {words}") for code, words in one.warnings]
+    return found
+
+
+def _of_disk(before: Disk | None, disk: Disk) -> list[Finding]:
+    found = []
+    name = f"{disk.name} ({disk.model})" if disk.model else disk.name
+    if disk.link is not None and disk.link.is_slower:
+        link = disk.link
+        now = f"{link.speed_gts:g} GT/s x{link.width}" if link.speed_gts else f"x{link.width}"
+        words = f"{name}: its PCIe link runs at {now}, and it can do "
+        words += f"{link.max_speed_gts:g} GT/s x{link.max_width}: another slot"
+        found.append(Finding("link_slower", words))
+    if disk.transport == "sata":
+        words = f"{name}: SATA carries at most {mb(SATA_LIMIT)}; an NVMe drive several times that"
+        found.append(Finding("sata", words))
+    if disk.transport == "usb":
+        found.append(Finding("usb", f"{name}: on USB, which is slow and may be pulled"))
+    if disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "fc"):
+        words = f"{name}: over {disk.transport}, so its speed is the network's"
+        found.append(Finding("network_drive", words))
+    if disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
+        found.append(Finding("rotational", f"{name}: a rotating disk"))
+    if before and before.thermal and disk.thermal:
+        times = disk.thermal.throttled - before.thermal.throttled
+        hot = disk.thermal.warning_min - before.thermal.warning_min
+        if times > 0 or hot > 0:
+            degrees = f", {disk.health.temperature_c} °C" if disk.health else ""
+            words = f"{name}: it slowed itself {times} times because of heat{degrees}: cool it"
+            found.append(Finding("throttled", words))
+    if disk.why:
+        found.append(Finding("health_unknown", f"{name}: its health: {disk.why}", bad=False))
+    return found
+
+
+def fallen(write: Rate) -> tuple[float, float, float] | None:
+    """Speed at first and at last, and the bytes between; None where it held, or was too short.
+
+    Medians of a quarter of the samples each, so that one slow sample decides nothing.
+    """
+    if len(write.series) < 8:
+        return None
+    speeds = [speed for _, speed in write.series]
+    part = len(speeds) // 4
+    first, last = statistics.median(speeds[:part]), statistics.median(speeds[-part:])
+    if last >= FALLEN * first:
+        return None
+    slow = (
+        i for i in range(len(speeds)) if statistics.median(speeds[i : i + part]) < FALLEN * first
+    )
+    at = next(slow)
+    return first, last, write.bytes * sum(speeds[: at + part // 2]) / (sum(speeds) or 1)

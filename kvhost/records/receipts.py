@@ -1,0 +1,124 @@
+"""Receipts kept on the controller: receipts/HOST.json, what the last run left on each host.
+
+They hold digests and no secret. `drift` compares a host with its own, `rebuild` a rebuilt host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvhost.basics import text_of
+from kvhost.reports.kept import TIME_FORMAT, host_folder
+from kvhost.working_copy import root
+
+SCHEMA = "kvhost/receipt/1"
+
+#: what two hosts that are built alike may differ in, and why. Machine id, SSH host keys, times and
+#: addresses are in no receipt.
+MAY_DIFFER: Mapping[str, str] = {
+    "drive.uuid": "a filesystem has a UUID of its own",
+    "drive.drive": "which piece of hardware it is: serial, WWN",
+    "drive.drives": "the same of an array",
+}
+
+
+class NoReceipt(Exception):
+    """None is kept, or it cannot be read; says why."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``receipt`` as the host holds it; ``verdict``: {"persisted", "time"}, None if untested."""
+
+    host: str
+    time: str
+    receipt: dict[str, Any]
+    verdict: dict[str, str] | None
+
+
+def receipts_dir() -> Path:
+    """receipts/ of the working copy, or KVHOST_RECEIPTS."""
+    given = os.environ.get("KVHOST_RECEIPTS")
+    return Path(given) if given else root() / "receipts"
+
+
+def path_of(folder: Path, host: str) -> Path:
+    return folder / f"{host_folder(host)}.json"
+
+
+def keep(
+    folder: Path, host: str, receipt: Mapping[str, Any], verdict: Mapping[str, str] | None
+) -> Path:
+    """Writes a host's receipt, 0600, in one step. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = path_of(folder, host)
+    data = {
+        "schema": SCHEMA,
+        "host": host,
+        "time": datetime.now(UTC).strftime(TIME_FORMAT),
+        "verdict": dict(verdict) if verdict is not None else None,
+        "receipt": dict(receipt),
+    }
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")  # 0600 by mkstemp
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def set_aside(folder: Path, host: str) -> Path:
+    """A second name for the kept receipt, HOST.before, which the next run leaves alone. OSError."""
+    path = path_of(folder, host)
+    aside = path.with_name(f"{host_folder(host)}.before")
+    aside.unlink(missing_ok=True)
+    aside.hardlink_to(path)  # keep() puts a new file in the place of the old
+    return aside
+
+
+def load(folder: Path, host: str) -> Kept:
+    """Raises NoReceipt."""
+    path = path_of(folder, host)
+    try:
+        data = json.loads(text_of(path))
+    except FileNotFoundError:
+        raise NoReceipt(f"this controller keeps no receipt of {host} ({path})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise NoReceipt(f"{path} cannot be read: {error}") from None
+    fine = isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("host") == host
+    if not fine or not _whole(data.get("receipt")):
+        raise NoReceipt(f"{path} is not a receipt of {host}")
+    return Kept(host, str(data.get("time")), data["receipt"], data.get("verdict"))
+
+
+def _whole(receipt: Any) -> bool:
+    """Whether its parts are what they are in every receipt; those of later versions may lack."""
+    if not isinstance(receipt, dict):
+        return False
+    parts = ("engine", "files", "model", "namespace", "scripts", "system")
+    return all(isinstance(receipt.get(name, {}), dict) for name in parts)
+
+
+def differences(old: Any, new: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of every leaf in which two receipts differ, MAY_DIFFER left out."""
+    if at in MAY_DIFFER:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        rows = []
+        for key in sorted({*old, *new}):
+            below = f"{at}.{key}" if at else str(key)
+            rows += differences(old.get(key), new.get(key), below)
+        return rows
+    return [] if old == new else [(at, old, new)]

@@ -1,0 +1,1 @@
+"""Verdicts kept on the controller, as tables, pages and JUnit XML. Writes below reports/ alone."""

@@ -1,0 +1,169 @@
+"""What a single setting of the shared tier may be, and which of them fit together."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+from kvhost.basics import SHARED_PASSWORD_VARIABLE
+from kvhost.schema.problems import Problem, Refusal, short
+from kvhost.schema.values import one_line
+
+if TYPE_CHECKING:
+    from kvhost.schema.settings import Settings
+
+#: Networks that no router of the internet passes on (RFC 1918, RFC 4193). 100.64.0.0/10 is not
+#: among them: behind a provider it is shared with its other customers.
+_PRIVATE = tuple(
+    ipaddress.ip_network(net)
+    for net in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+)
+_KINDS = {
+    "s3": "an S3 store is not in this version: no real server was there to try it against",
+    "mooncake": "Mooncake is not in this version: its client needs RDMA or a network of its own "
+    "and is not in the lock",
+    "unix": "a store behind a socket cannot be shared by several hosts",
+}
+_SERVER_WIDE = (
+    "of an eviction that works on keys with an expiry alone (volatile-…) the cache's keys, which "
+    "have none, are never removed: a full store takes nothing more"
+)
+_EVICTIONS = {
+    "noeviction": "a store that evicts nothing refuses every write once it is full, and the oldest "
+    "prompts would stay for ever",
+    "allkeys-random": "it removes what is used as readily as what is not",
+    **dict.fromkeys(("volatile-lru", "volatile-lfu", "volatile-ttl", "volatile-random"),
+                    _SERVER_WIDE),
+}  # fmt: skip
+
+
+def is_private(host: str) -> bool:
+    """Whether a host is an IP address that only its own network reaches, loopback included."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or any(address in net for net in _PRIVATE)
+
+
+def shared_tier(value: str) -> str:
+    """redis://HOST:PORT or rediss://HOST:PORT, USER@ before it where the store has users. Never
+    repeats the value: it may hold a password."""
+    one_line(value)
+    example = "redis://10.0.0.5:6379"
+    scheme = value.split(":", 1)[0]
+    if scheme in _KINDS:
+        raise Refusal(_KINDS[scheme], example)
+    try:
+        url, port = urlsplit(value), urlsplit(value).port
+    except ValueError:
+        raise Refusal("is not a URL that can be read", example) from None
+    if url.scheme not in ("redis", "rediss") or not url.hostname or port is None:
+        raise Refusal("must be redis://HOST:PORT, or rediss://HOST:PORT with TLS", example)
+    if url.password is not None:
+        raise Refusal(
+            "has a password in it (not shown), and settings are not secret: put it into the file "
+            f"of shared_tier_password_file, or {SHARED_PASSWORD_VARIABLE}", example
+        )  # fmt: skip
+    if url.path or url.query or url.fragment:
+        raise Refusal("has something behind the port; keys are told apart by their names, not by "
+                      "a database", example)  # fmt: skip
+    if not value.isascii() or any(c in value for c in " '\"\\%"):
+        raise Refusal("has a character in it that would need quoting", example)
+    return value
+
+
+def parts_of(value: str) -> SplitResult:
+    """Of an accepted `shared_tier`."""
+    return urlsplit(value)
+
+
+def store_address(value: str) -> str:
+    """The one address that the store listens on; never all of the host's."""
+    try:
+        address = ipaddress.ip_address(value)
+    except ValueError:
+        raise Refusal(f"must be an IP address of the host, not {short(value)}") from None
+    if address.is_unspecified or address.is_multicast or "%" in value:
+        raise Refusal(f"is {short(value)}: name the one address that the other hosts reach it by")
+    return value
+
+
+def store_eviction(value: object) -> object:
+    """Refuse, with the reason, what Redis has and a cache cannot use."""
+    if isinstance(value, str) and value in _EVICTIONS:
+        raise Refusal(f"must not be {value}: {_EVICTIONS[value]}", "allkeys-lru")
+    return value
+
+
+def shared_problems(s: Settings, password_in_env: bool) -> Iterator[tuple[frozenset[str], Problem]]:
+    """Yield the keys that a rule looks at, and what is wrong with them together."""
+
+    def found(keys: tuple[str, ...], what: str, write: str) -> tuple[frozenset[str], Problem]:
+        return frozenset(keys), Problem(", ".join(keys), what, write)
+
+    has_password = s.shared_tier_password_file is not None or password_in_env
+    password = (
+        "shared_tier_password_file = 'secrets/shared' (a file on the controller), or "
+        f"{SHARED_PASSWORD_VARIABLE} in the controller's environment"
+    )
+    if s.shared_tier is not None:
+        url = parts_of(s.shared_tier)
+        host = url.hostname or ""
+        if not has_password:
+            yield found(
+                ("shared_tier", "shared_tier_password_file"),
+                "no password is set: whoever reaches the store reads all prompts in it, and can "
+                "put wrong KV under them",
+                password,
+            )
+        if url.scheme == "redis" and not is_private(host):
+            yield found(
+                ("shared_tier",),
+                f"{host} is no private address, and without TLS password and prompts cross the "
+                "network in clear text",
+                f"shared_tier = 'rediss://{host}:{url.port}', or a private IP address",
+            )
+        if url.scheme == "redis" and s.shared_tier_ca_file is not None:
+            yield found(
+                ("shared_tier", "shared_tier_ca_file"),
+                "certificates mean something only with TLS",
+                f"shared_tier = 'rediss://{host}:{url.port}', or shared_tier_ca_file left out",
+            )
+    elif s.shared_tier_ca_file is not None:
+        yield found(
+            ("shared_tier_ca_file", "shared_tier"),
+            "says how a store is recognised, and none is named",
+            "shared_tier = 'rediss://store.example.org:6379', or shared_tier_ca_file left out",
+        )
+    yield from _store_problems(s, has_password, password)
+
+
+def _store_problems(
+    s: Settings, has_password: bool, password: str
+) -> Iterator[tuple[frozenset[str], Problem]]:
+    both = ("shared_store_cert_file", "shared_store_key_file")
+    if (s.shared_store_cert_file is None) != (s.shared_store_key_file is None):
+        yield (
+            frozenset(both),
+            Problem(", ".join(both), "a certificate is used only with its key", "both, or neither"),
+        )
+    if s.shared_store_address is None:
+        return
+
+    def found(more: tuple[str, ...], what: str, write: str) -> tuple[frozenset[str], Problem]:
+        keys = ("shared_store_address", *more)
+        return frozenset(keys), Problem(", ".join(keys), what, write)
+
+    if not has_password:
+        what = "a store without a password is never made, on loopback neither"
+        yield found(("shared_tier_password_file",), what, password)
+    if not is_private(s.shared_store_address) and s.shared_store_cert_file is None:
+        what = f"{s.shared_store_address} is no private address, and TLS is not set"
+        write = "both files for TLS, or an address of 10/8, 172.16/12, 192.168/16, fc00::/7"
+        yield found(both, what, write)
+    if s.shared_store_memory_gib is None:
+        what = "how much memory the store may take is not guessed"
+        yield found(("shared_store_memory_gib",), what, "shared_store_memory_gib = 16.0")

@@ -1,0 +1,1 @@
+"""What runs on a host, described once: services, their units, runners, the namespace. Pure."""

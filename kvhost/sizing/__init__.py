@@ -1,0 +1,1 @@
+"""Bytes of KV cache of a model, and what fits and pays. Pure."""

@@ -1,0 +1,93 @@
+"""Where a model lies: its config.json, the bytes of its weights. Reads files, reaches no host."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhost.sizing.kv_bytes import SizeError
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What was found of a model. ``weights_bytes``: as stored; None where no weights lie there."""
+
+    name: str
+    config: Mapping[str, Any]
+    weights_bytes: int | None
+
+
+def hub_cache() -> Path:
+    """The Hugging Face cache of this machine, as its own library finds it."""
+    home = os.environ.get("HF_HOME") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
+    )
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+
+
+def find_model(model: str) -> ModelFiles:
+    """A directory, a config.json, or an id (org/name) at hand in the hub's cache.
+
+    Raises SizeError with what was looked for and where.
+    """
+    try:
+        return _find(model)
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # a long name, ~ of nobody
+        raise SizeError(f"{model[:200]!r} cannot be read: {error}") from error
+
+
+def _find(model: str) -> ModelFiles:
+    path = Path(model).expanduser()
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        path = _snapshot(model)
+    config_path = path / "config.json" if path.is_dir() else path
+    if not config_path.is_file():
+        raise SizeError(
+            f"no config.json at {config_path}: give a model's directory, its config.json, or an id "
+            f"(org/name) that lies in {hub_cache()}"
+        )
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise SizeError(f"{config_path} is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise SizeError(f"{config_path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SizeError(f"{config_path} is no JSON object")
+    return ModelFiles(model, config, _weights(config_path.parent))
+
+
+def _snapshot(model: str) -> Path:
+    """The snapshot of a model that the hub's cache holds: that of main, else the only one."""
+    home = hub_cache() / f"models--{model.replace('/', '--')}"
+    main = home / "refs" / "main"
+    if main.is_file():
+        commit = main.read_text(encoding="utf-8").strip()
+        if not re.fullmatch(r"[\w.-]*\w[\w.-]*", commit):
+            raise SizeError(f"{main} names no snapshot")
+        return home / "snapshots" / commit
+    found = sorted((home / "snapshots").glob("*"))
+    if len(found) > 1:
+        raise SizeError(f"{model}: {len(found)} snapshots in {home}, none of them main: name one")
+    if not found:
+        raise SizeError(f"{model} is no path, and not at hand in {hub_cache()}; nothing is fetched")
+    return found[0]
+
+
+def _weights(folder: Path) -> int | None:
+    """Bytes of the safetensors, or what their index says of them."""
+    found = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if found or not index.is_file():
+        return found or None
+    try:
+        told = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    fine = isinstance(told, int | float) and not isinstance(told, bool) and 0 < told < 2**63
+    return int(told) if fine else None
