@@ -10,7 +10,7 @@ for argument in "$@"; do more="$more --uv-arg=$argument"; done
 # shellcheck disable=SC2086
 "$python" -m kvhost.cli lock --all $more
 
-for name in tools controller; do
+for name in tools controller llama-server; do
     { echo "# Made by locks/compile.sh from $name.in. Do not edit."
       "$uv" pip compile -q --no-header --no-annotate --generate-hashes "locks/$name.in" \
           --universal --python-version 3.11 "$@"; } > "locks/$name.txt.new"

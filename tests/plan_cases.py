@@ -25,7 +25,7 @@ FACTS = PlanInputs(
     lock_arch="x86_64",
     download_bytes=470 << 20,
     env_disk_bytes=2 * GIB,
-    third_party_build=False,
+    third_party=None,
     tools_digest=TOOLS,
     settings_digest="ef" * 32,
     model=ModelNeed(weights_bytes=GIB, kv_bytes_per_token=8192, max_context=40960),

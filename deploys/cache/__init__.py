@@ -67,9 +67,10 @@ def deploy(run: Run) -> None:
         )
     elif path is not None:
         no_file(name="cache: no password of a shared tier", path=path)
-    root_files(
-        name="cache: configuration of vLLM",
-        wanted=config(run),
-        passing=f"{run.paths.state}/config.tar",
-    )
+    if wanted := config(run):
+        root_files(
+            name="cache: configuration of vLLM",
+            wanted=wanted,
+            passing=f"{run.paths.state}/config.tar",
+        )
     tier(name="cache: tier and namespace", run=run)

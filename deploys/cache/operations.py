@@ -23,7 +23,8 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_files
 from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
-from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, runner_env
+from kvhost.llama import llama
+from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, model_path, proof_env, runner_env
 from kvhost.services.namespace import Namespace
 
 
@@ -41,6 +42,9 @@ def resolve(run: Run) -> Commands:
         return
     if late.resolved_path is None:
         yield refuse(f"model: {late.why}") if executing() else unknown_yet()
+        return
+    if run.settings.runner != "vllm":
+        yield from resolve_program(run, late.resolved_path)
         return
     # the configuration in use is replaced only once the engine has accepted the new one
     config, draft = f"{run.paths.state}/draft.yaml", f"{run.paths.state}/resolved.new"
@@ -63,6 +67,25 @@ def resolve(run: Run) -> Commands:
         f"{shlex.join(ask)} 2> {log} > {draft} || "
         f"{{ tail -n 15 {log}; rm -f {config} {draft}; exit 1; }}; "
         f"python3 -m json.tool {draft} > /dev/null && mv {draft} {late.resolved_path}"
+    )
+
+
+def resolve_program(run: Run, path: str) -> Commands:
+    """The same of llama-server: its build, and what its model's header says."""
+    draft = f"{run.paths.state}/resolved.new"
+    ask = as_service(
+        run.user,
+        proof_env(run.settings, run.paths),
+        (
+            f"{run.env_dir}/bin/python", run.script("llama_resolve"),
+            "--program", f"{run.env_dir}/bin/{llama.PROGRAM}",
+            "--model", model_path(run.settings, run.paths),
+            "--context", str(run.settings.max_model_len),
+        ),
+    )  # fmt: skip
+    yield shown(
+        f"{shlex.join(ask)} > {draft} || {{ rm -f {draft}; exit 1; }}; "
+        f"python3 -m json.tool {draft} > /dev/null && mv {draft} {path}"
     )
 
 

@@ -20,7 +20,7 @@ from deploys.common.rendered import (
     vllm_yamls,
 )
 from kvhost.drives.order import drive_order
-from kvhost.engine.locks import EngineLock, LockError, read_lock, tools_digest
+from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock, tools_digest
 from kvhost.engine.matrix import load_matrix
 from kvhost.plan.drives import claim_of
 from kvhost.plan.host import choose_python, minor
@@ -95,8 +95,8 @@ def lock_of(settings: Settings, report: HostReport) -> tuple[EngineLock, str]:
     python = choose_python(settings, report, info.pythons)
     if python is None:
         raise LockError("the host has no Python that the lock covers any more")
-    wheel = settings.engine_wheel if info.cuda is None else None
-    return read_lock(REPO / "locks", info, minor(python), wheel), python.path
+    own = own_engine(settings, info)
+    return read_lock(REPO / "locks", info, minor(python), own), python.path
 
 
 def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:

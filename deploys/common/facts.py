@@ -74,6 +74,8 @@ class HostReportText(FactBase[str]):
     @override
     def command(self, argv: tuple[str, ...]) -> str:
         more = DRIVE_SCRIPTS if "--drives" in argv else ()
+        if any(word.endswith(".gguf") for word in argv):
+            more = (*more, "gguf.py")
         return sent(("report.py", "report_held.py", "report_gpu.py", *more), shlex.join(argv))
 
     @staticmethod

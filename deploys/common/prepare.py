@@ -23,10 +23,12 @@ from kvhost.driver.mend import mend_of
 from kvhost.driver.sources import MirrorError, mirror_of
 from kvhost.drives.order import drive_order
 from kvhost.engine.bundle import bundle_refusals
-from kvhost.engine.locks import EngineLock, LockError, read_lock
+from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock
 from kvhost.engine.locks import tools_digest as digest_of_tools
-from kvhost.engine.matrix import LockInfo, load_matrix
-from kvhost.engine.packages import drive_packages, needed_packages
+from kvhost.engine.matrix import LockInfo, ProgramInfo, load_matrix
+from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
+from kvhost.llama import llama
+from kvhost.model_need_gguf import llama_need, need_of_heads
 from kvhost.onhost import model_builtin
 from kvhost.plan.accelerator import accelerator_refusals, decision_of
 from kvhost.plan.derive import derived
@@ -101,7 +103,7 @@ def gather(settings: Settings) -> HostReport:
     # which Python it will be is only known once the report is there
     packages = sorted(
         {p for v in PYTHONS for p in needed_packages(f"/usr/bin/python{v}", gpu=True)}
-        | set(drive_packages(settings))
+        | {*runner_packages(settings), *drive_packages(settings)}
     )
     apis = [one.settings.api_port for one in runners_of(settings)]
     ports = (*apis, settings.cache_port, settings.cache_http_port)
@@ -150,11 +152,14 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
     python_path = python.path if python else "/usr/bin/python3"
-    packages = (*needed_packages(python_path, gpu=info.cuda is not None), *drive_packages(settings))
+    packages = (
+        *needed_packages(python_path, gpu=info.cuda is not None),
+        *runner_packages(settings),
+        *drive_packages(settings),
+    )
     report = only_packages(report, packages)
-    wheel = settings.engine_wheel if info.cuda is None else None
     try:
-        lock = read_lock(REPO / "locks", info, version, wheel)
+        lock = read_lock(REPO / "locks", info, version, own_engine(settings, info))
     except LockError as error:
         raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
@@ -217,7 +222,7 @@ def against_the_gpu(run: Run) -> tuple[Refusal, ...]:
     """What stands against the GPU now, decided anew of a new report. Raises ReportError."""
     report = gather(run.settings)
     matrix = load_matrix(REPO / "locks")
-    info = matrix.locks[run.lock.name]
+    info = matrix.locks.get(run.lock.name) or matrix.programs[run.lock.name]
     facts = replace(
         plan_inputs(run.settings, report, info, run.lock, (), with_key=run.with_key),
         cuda=info.cuda,
@@ -280,7 +285,7 @@ def show(plan: Plan) -> None:
 def plan_inputs(
     settings: Settings,
     report: HostReport,
-    info: LockInfo,
+    info: LockInfo | ProgramInfo,
     lock: EngineLock,
     lock_refusals: tuple[Refusal, ...],
     *,
@@ -294,9 +299,10 @@ def plan_inputs(
         lock_digest=lock.digest,
         lock_pythons=info.pythons,
         lock_arch=info.machine,
-        download_bytes=info.download_bytes,
-        env_disk_bytes=info.disk_bytes,
-        third_party_build=lock.third_party is not None,
+        download_bytes=lock.download_bytes,
+        env_disk_bytes=lock.disk_bytes,
+        third_party=lock.third_party,
+        build_cost=lock.program.cost if lock.program else None,
         lock_refusals=lock_refusals,
         tools_digest=digest_of_tools(REPO / "locks"),
         settings_digest=settings_digest(settings),
@@ -314,6 +320,14 @@ def plan_inputs(
 def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
     if settings.model_source == "builtin":
         told = model_builtin.describe()
+        if settings.runner == "llama_server":
+            return replace(
+                need_of_heads(
+                    settings, [told["kv_heads"]] * told["layers"], *[told["head_dim"]] * 2
+                ),
+                weights_bytes=told["weights_memory_bytes"],
+                max_context=told["context_tokens"],
+            )
         return ModelNeed(
             told["weights_memory_bytes"],
             told["kv_bytes_per_token"],
@@ -323,6 +337,8 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
         )
     if report.model.data is None or report.model.data.config.data is None:
         return None
+    if settings.runner == "llama_server":
+        return llama_need(report.model.data.config.data, settings)
     weights = sum(f.bytes for f in report.model.data.files if f.name.endswith(".safetensors"))
     return need_of(report.model.data.config.data, weights, settings)
 
@@ -359,11 +375,15 @@ def predicted(receipt: Any, settings: Settings, lock: EngineLock) -> Mapping[str
     """The same from any receipt."""
     try:
         source, last = receipt["model"]["source"], dict(receipt["namespace"]["fields"])
-        engine, versions = receipt["engine"]["digest"], dict(last["versions"])
-    except (TypeError, KeyError, ValueError):
+        engine = receipt["engine"]["digest"]
+        versions = dict(last.get("versions", {}))
+    except (TypeError, KeyError, ValueError, AttributeError):
         return None  # none yet, or not a receipt: this run writes it anew
-    if source != settings.model_source:
+    if source != settings.model_source or last.get("runner", "vllm") != settings.runner:
         return None
+    if settings.runner == "llama_server":
+        # another build is known only once it is there
+        return None if engine != lock.digest else {**last, **llama.from_settings(settings)}
     changes: dict[str, Any] = {
         "chunk_size": settings.chunk_size,
         "l2_adapter": settings.l2_adapter,
@@ -377,6 +397,9 @@ def predicted(receipt: Any, settings: Settings, lock: EngineLock) -> Mapping[str
         changes["dtype"] = settings.dtype
     if engine != lock.digest:
         changes["versions"] = predicted_versions(
-            versions, vllm=lock.vllm, lmcache=lock.lmcache, torch=lock.torch
+            versions,
+            vllm=lock.versions["vllm"],
+            lmcache=lock.versions["lmcache"],
+            torch=lock.versions["torch"],
         )
     return predicted_fields(last, changes)

@@ -13,8 +13,9 @@ from deploys.common.facts import LIBRARY, ONHOST, scripts
 from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
 from kvhost.engine.locks import EngineLock
+from kvhost.llama import llama
 from kvhost.secrets import certificates
-from kvhost.services.describe import Service, model_dir, services, unit_file, vllm_config
+from kvhost.services.describe import Service, model_path, services, unit_file, vllm_config
 from kvhost.services.monitoring import program
 from kvhost.services.namespace import Namespace, input_digest, namespace_of
 from kvhost.services.runners import config_name, ranks, runners_of
@@ -42,7 +43,9 @@ def vllm_yaml(run: Run) -> str:
 
 
 def vllm_yamls(settings: Settings, *, with_key: bool) -> dict[str, str]:
-    """Path -> content of the configuration of every runner."""
+    """Path -> content of the configuration of every runner; none where the runner is not vLLM."""
+    if settings.runner != "vllm":
+        return {}
     return {
         f"{settings.paths.etc}/{config_name(one.service)}": vllm_yaml_of(
             one.settings, with_key=with_key
@@ -60,9 +63,10 @@ def shared_texts(settings: Settings) -> dict[str, str]:
 
 
 def cache_arguments(run: Run) -> list[str]:
-    """Those of `lmcache server`, before the namespace is known: its directory is a stand-in."""
-    (cache, *_) = services_of(run)
-    return list(cache.argv[2:])
+    """Those of `lmcache server`, or of another runner than vLLM itself, before the namespace is
+    known: its directory is a stand-in."""
+    (first, *_) = services_of(run)
+    return list(first.argv[2:] if run.settings.runner == "vllm" else first.argv[1:])
 
 
 def gpus_of(settings: Settings, lock: EngineLock) -> int:
@@ -126,6 +130,8 @@ class Late:
     def namespace(self, run: Run) -> Namespace:
         if self.resolved is None or self.model_digest is None:
             raise RuntimeError(f"asked for the namespace before it is known: {self.why}")
+        if run.settings.runner == "llama_server":
+            return llama.namespace(run.settings, self.resolved, self.model_digest)
         return namespace_of(
             self.resolved,
             model_digest=self.model_digest,
@@ -147,7 +153,7 @@ class Late:
 def digest_command(run: Run) -> tuple[str, ...]:
     """The digests of unchanged weights are remembered on the host."""
     return (
-        "python3", run.script("model_digest"), "--model", model_dir(run.settings, run.paths),
+        "python3", run.script("model_digest"), "--model", model_path(run.settings, run.paths),
         "--cache", f"{run.paths.state}/model-digests.json", "--user", run.user,
     )  # fmt: skip
 
@@ -155,7 +161,7 @@ def digest_command(run: Run) -> tuple[str, ...]:
 def resolved_path(run: Run, model_digest: str) -> str:
     """Where the engine's own word on this configuration lies."""
     name = input_digest(
-        vllm_yaml(run),
+        vllm_yaml(run) if run.settings.runner == "vllm" else "",
         run.settings.runner_extra_args,
         model_digest,
         run.lock.digest,

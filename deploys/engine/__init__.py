@@ -14,8 +14,9 @@ from deploys.common.looks import Ask
 from deploys.common.operations import TextFile, file_asks, root_files, run_unless
 from deploys.engine.bundle import bundle_on_host
 from kvhost.driver.decide import expected_gpus
+from kvhost.engine.locks import Program
 from kvhost.engine.tools import tools_commands
-from kvhost.services.describe import service_env
+from kvhost.services.describe import proof_env
 
 
 def lock_path(run: Run) -> str:
@@ -24,7 +25,7 @@ def lock_path(run: Run) -> str:
 
 def lock_files(run: Run) -> list[TextFile]:
     paths = run.paths
-    env = json.dumps(service_env(run.settings, paths), indent=1, sort_keys=True) + "\n"
+    env = json.dumps(proof_env(run.settings, paths), indent=1, sort_keys=True) + "\n"
     return [
         TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text("utf-8")),
         TextFile(lock_path(run), run.lock.text),
@@ -55,6 +56,19 @@ def tools_build(run: Run) -> str:
     place = bundle_place(run)
     offline = place.on_host if place else None
     return tools_commands(run.paths, run.tools_digest, run.python, offline)[1]
+
+
+#: runner -> the script of kvhost/onhost that proves its environment
+CHECKS = {"vllm": "abi_check", "llama_server": "llama_check"}
+
+
+def program_words(program: Program) -> tuple[str, ...]:
+    """What engine.py is told of a runner's program."""
+    words: tuple[str, ...] = ("--program", program.name)
+    if program.source is not None:
+        return (*words, "--program-source", program.source)
+    env = json.dumps(dict(program.env), sort_keys=True)
+    return (*words, "--package", program.package or "", "--build-env", env)
 
 
 def asks(run: Run) -> Iterator[Ask]:
@@ -101,6 +115,9 @@ def deploy(run: Run) -> None:
     proof: tuple[str, ...] = ("--torch-index", "https://download.pytorch.org/whl/cpu")
     if run.lock.cuda is not None:
         proof = ("--cuda", str(run.lock.cuda), "--gpus", ",".join(expected_gpus(run.report)))
+    program = run.lock.program
+    if program is not None:
+        proof = program_words(program)
     run_unless(
         name="engine: environment, proven by the ABI check",
         check=status_command(run),
@@ -110,7 +127,7 @@ def deploy(run: Run) -> None:
             "--python", run.python, "--pip-python", f"{tools}/python", "--uv", f"{tools}/uv",
             "--cache", paths.uv_cache, "--user", run.user,
             "--service-env", f"{paths.etc}/service-env.json",
-            "--abi-script", run.script("abi_check"),
+            "--abi-script", run.script(CHECKS[run.settings.runner]),
             *(("--bundle", place.on_host) if place else ()),
             *proof,
         ),

@@ -18,7 +18,7 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_directories, own_files_ask, words_for
 from deploys.host.operations import debian_packages, packages_ask, service_user, user_ask
-from kvhost.engine.packages import drive_packages, needed_packages
+from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
 
 
 def wanted_directories(run: Run) -> list[Directory]:
@@ -43,6 +43,7 @@ def inside_home(run: Run) -> tuple[str, ...]:
 def packages(run: Run) -> tuple[str, ...]:
     return (
         *needed_packages(run.python, gpu=run.lock.cuda is not None),
+        *runner_packages(run.settings),
         *drive_packages(run.settings),
     )
 

@@ -9,13 +9,20 @@ from deploys.common.looks import Ask
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
 from deploys.model.sent import sent_model
 from kvhost.schema.values import is_sent
-from kvhost.services.describe import model_dir, service_env
+from kvhost.services.describe import model_dir, model_path, service_env
+
+
+def builtin_script(run: Run) -> tuple[str, str]:
+    """What makes the built-in model for this runner, and where."""
+    name = "model_gguf" if run.settings.runner == "llama_server" else "model_builtin"
+    return run.script(name), model_path(run.settings, run.paths)
 
 
 def check_command(run: Run) -> tuple[str, ...]:
     here = model_dir(run.settings, run.paths)
     if run.settings.model_source == "builtin":
-        return ("python3", run.script("model_builtin"), "--check", here)
+        script, path = builtin_script(run)
+        return ("python3", script, "--check", path)
     return ("cat", f"{here}/.kvhost-complete.json")
 
 
@@ -36,11 +43,11 @@ def deploy(run: Run) -> None:
     if source.startswith("/"):
         return  # the user's own: read, never written
     if source == "builtin":
-        script = run.script("model_builtin")
+        script, path = builtin_script(run)
         run_unless(
             name="model: the built-in one",
             check=check_command(run),
-            command=f"python3 {script} --out {here} > /dev/null",
+            command=f"python3 {script} --out {path} > /dev/null",
             when_ok=lambda state: bool(state["ok"]),
         )
         return

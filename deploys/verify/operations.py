@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO, StringIO
 from typing import Any
@@ -43,7 +45,7 @@ from kvhost.services.runners import asked_runner, runners_of
 from kvhost.services.second_pair import second_pair
 from kvhost.verdict.evidence import parse_events
 from kvhost.verdict.judge import judge
-from kvhost.verdict.types import Thresholds
+from kvhost.verdict.types import Thresholds, Verdict
 from kvhost.verdict.view import headline, verdict_table
 
 #: exit codes of evidence.py
@@ -99,6 +101,22 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         "disrupt": settings.disrupt,
         "timeouts": {"ready_s": settings.ready_timeout_s},
     }
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """How a runner is tested: the script of kvhost/onhost that collects the evidence, what it is
+    told, and how its answer is read and judged."""
+
+    script: str
+    config: Callable[[Run, Late], dict[str, Any]]
+    parse: Callable[[str], Sequence[Any]]
+    judge: Callable[[Any, Thresholds], Verdict]
+
+
+VERIFIERS = {
+    "vllm": Verifier("evidence", evidence_config, parse_events, judge),
+}
 
 
 def other_pair(run: Run, late: Late) -> dict[str, Any]:
@@ -162,6 +180,11 @@ def restart_test(run: Run, asked: bool) -> Commands:
             "these settings ask for: deploy.py first, or test with the lock that it runs"
         )
         return
+    if run.settings.runner not in VERIFIERS:
+        yield refuse(
+            f"there is no restart test of {run.settings.runner} in this version: verify = never"
+        )
+        return
     yield FunctionCommand(test_or_go_back, (run, late, digest), {})
 
 
@@ -193,7 +216,8 @@ def settle_command(run: Run, resolved: str, *, clear: bool) -> tuple[str, ...]:
 
 def collect(host: Any, run: Run, config: str, out: str) -> int | None:
     """Runs evidence.py on the host; its exit code, None if that could not be had."""
-    script = f"python3 {run.script('evidence')} --config {config} --out {out}"
+    evidence = run.script(VERIFIERS[run.settings.runner].script)
+    script = f"python3 {evidence} --config {config} --out {out}"
     command = StringCommand(f'{script}; echo "exit $?"')
     _, output = host.run_shell_command(command, print_output=True, **connector_arguments())
     last = output.stdout.rpartition("exit ")[2].strip()
@@ -253,7 +277,9 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     stands, before = f"{run.paths.state}/verified.json", f"{run.paths.state}/verified.before"
     aside = f"rm -f {out}; if [ -e {stands} ]; then mv -f {stands} {before}; fi"
     host.run_shell_command(StringCommand(aside), **how)
-    host.put_file(StringIO(json.dumps(evidence_config(run, late), indent=1) + "\n"), config, **how)
+    how_verified = VERIFIERS[run.settings.runner]
+    told = json.dumps(how_verified.config(run, late), indent=1) + "\n"
+    host.put_file(StringIO(told), config, **how)
     code = collect(host, run, config, out)
     if code == REBOOT:
         # on the machine that this runs on it ends here: kvhost verify goes on after the reboot
@@ -263,12 +289,12 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
         return False
     try:
-        events = parse_events(spool.getvalue().decode())
+        events = how_verified.parse(spool.getvalue().decode())
     except ValueError as error:
         host.log_styled(f"the evidence is not usable: {error}", fg="red", log_func=logger.error)
         return False
     limits = Thresholds(min_hit=run.settings.verify_min_hit)
-    results = [(judge(evidence, limits), evidence) for evidence in events]
+    results = [(how_verified.judge(evidence, limits), evidence) for evidence in events]
     report = make_report(run.host, results, datetime.now(UTC), digest)
     try:
         path = write_report(reports_dir(), report)

@@ -54,7 +54,8 @@ def bundle_command(
     try:
         lock = read_lock(locks_dir(), info, python or info.pythons[0])
         tools = (locks_dir() / "tools.txt").read_text(encoding="utf-8")
-        wanted = needed_packages(f"/usr/bin/python{lock.python}", gpu=info.cuda is not None)
+        python = f"/usr/bin/python{lock.python}"
+        wanted = ("libnuma1", *needed_packages(python, gpu=info.cuda is not None))
         target = out / bundle_name(lock)
         made = make_bundle(target, lock, tools, wanted if packages else ())
     except (BundleError, LockError) as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -39,6 +40,14 @@ class MatrixRun(_Model):
     when: datetime.date
     commit: Annotated[str, Field(pattern="^[0-9a-f]{7,40}$")]
     result: _Text
+
+
+def state_of(runs: Sequence[MatrixRun]) -> str:
+    """What was run with a lock, in words."""
+    if not runs:
+        return "resolved, never run"
+    last = max(runs, key=lambda run: run.when)
+    return f"run {last.when:%Y-%m-%d} on {last.host}: {last.result}"
 
 
 class LockInfo(_Model):
@@ -89,10 +98,7 @@ class LockInfo(_Model):
     @property
     def state(self) -> str:
         """What was run with it, in words: never more than that."""
-        if not self.runs:
-            return "resolved, never run"
-        last = max(self.runs, key=lambda run: run.when)
-        return f"run {last.when:%Y-%m-%d} on {last.host}: {last.result}"
+        return state_of(self.runs)
 
     def runs_on(self, capability: str) -> bool:
         """Whether its kernels hold machine code for a GPU of this compute capability ("8.9").
@@ -105,6 +111,37 @@ class LockInfo(_Model):
         return any(one == major and other <= minor for one, other in built)
 
 
+class ProgramInfo(_Model):
+    """One lock of a runner that is one program, no pair of vLLM and LMCache: for CPUs, in this
+    version. Its requirements lie in one file for every Python; `build`: how long it takes to
+    build it on the host. What else is here is as in LockInfo.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    runner: Literal["llama_server", "ollama"]
+    title: _Text
+    version: _Text
+    machine: Annotated[str, Field(pattern="^(x86_64|aarch64)$")]
+    pythons: Annotated[tuple[Annotated[str, Field(pattern=r"^3\.\d+$")], ...], Field(min_length=1)]
+    download_bytes: Annotated[int, Field(gt=0)]
+    disk_bytes: Annotated[int, Field(gt=0)]
+    build: _Text | None
+    third_party: str | None
+    runs: tuple[MatrixRun, ...]
+
+    @property
+    def cuda(self) -> None:
+        return None
+
+    @property
+    def accelerator(self) -> str:
+        return "cpu"
+
+    @property
+    def state(self) -> str:
+        return state_of(self.runs)
+
+
 class Absent(_Model):
     """A version of vLLM that is not in the matrix, and why."""
 
@@ -113,9 +150,10 @@ class Absent(_Model):
 
 
 class Matrix(_Model):
-    """All locks, by name, and what is known of pairs that are not among them."""
+    """All locks, by name, those of other runners, and what is known of pairs that are not there."""
 
     locks: Annotated[dict[str, LockInfo], Field(min_length=1)]
+    programs: dict[str, ProgramInfo]
     absent: tuple[Absent, ...]
 
     @model_validator(mode="after")
@@ -130,6 +168,8 @@ class Matrix(_Model):
         both = [one.vllm for one in self.absent if one.vllm in listed]
         if both:
             raise ValueError(f"absent and there: vLLM {', '.join(both)}")
+        if twice := sorted(set(self.locks) & set(self.programs)):
+            raise ValueError(f"two locks are called {', '.join(twice)}")
         return self
 
     def fitting(self, machine: str, accelerator: str) -> list[LockInfo]:
@@ -160,8 +200,11 @@ def load_matrix(folder: Path) -> Matrix:
     path = folder / "matrix.yaml"
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        locks = {name: {**entry, "name": name} for name, entry in raw["locks"].items()}
-        return Matrix.model_validate({**raw, "locks": locks})
+        named = {
+            kind: {name: {**entry, "name": name} for name, entry in raw[kind].items()}
+            for kind in ("locks", "programs")
+        }
+        return Matrix.model_validate({**raw, **named})
     except ValidationError as error:
         wrong = [".".join(map(str, e["loc"])) + f": {e['msg']}" for e in error.errors()]
         raise LockError(f"{path} is not usable: {'; '.join(wrong)}") from None

@@ -22,15 +22,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import engine_pip
+    from kvhost.onhost import engine_pip, engine_program
 else:  # it lies beside this file on a host, where there is no package kvhost
     import engine_pip
+    import engine_program
 
 MARKER = ".kvhost-complete.json"
 STEPS = ("wiped", "venv", "packages", "abi", "marker", "switch")
@@ -242,15 +244,21 @@ class Build:
         if os.path.isdir(damaged(self.env)) and not os.path.lexists(self.env):
             os.rename(damaged(self.env), self.env)
 
-    def uv(self, command: list[str], torch_index: str | None) -> subprocess.CompletedProcess[str]:
+    def uv(
+        self, command: list[str], torch_index: str | None, more: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         args = self.args
         env = engine_pip.uv_environment(self.pip, args.wheels, torch_index, args.cache, os.environ)
         return subprocess.run(
-            with_parent([args.uv, *command]), env=env, capture_output=True, text=True, check=False
+            with_parent([args.uv, *command]),
+            env={**env, **(more or {})},
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
-    def run_uv(self, command: list[str]) -> None:
-        done = self.uv(command, self.torch_index)
+    def run_uv(self, command: list[str], more: dict[str, str] | None = None) -> None:
+        done = self.uv(command, self.torch_index, more)
         if done.returncode != 0:
             above = os.path.dirname(self.env)
             free = shutil.disk_usage(above).free >> 20  # before anything is removed
@@ -284,14 +292,47 @@ class Build:
         watcher = threading.Thread(target=watch, args=(self.env, stop), daemon=True)
         watcher.start()
         try:
-            install = ["pip", "install", "--python", self.env, "--no-deps", "--require-hashes"]
-            flags = engine_pip.uv_flags(self.pip)
-            self.run_uv([*install, "--no-build", *flags, "-r", self.args.lock])
+            if self.args.program_source:
+                self.own_program()
+            elif self.args.package:
+                self.built_program()
+            else:
+                self.from_lock(self.args.lock, "--no-build")
         finally:
             stop.set()
             watcher.join()
         # umask of whoever runs this may be strict: the service's user must be able to read it all
         subprocess.run(["chmod", "-R", "go+rX,go-w", self.env], check=True)
+
+    def from_lock(self, lock: str, *words: str, more: dict[str, str] | None = None) -> None:
+        install = ["pip", "install", "--python", self.env, "--no-deps", "--require-hashes"]
+        self.run_uv([*install, *words, *engine_pip.uv_flags(self.pip), "-r", lock], more)
+
+    def own_program(self) -> None:
+        try:
+            engine_program.bring(self.env, self.args.program, self.args.program_source)
+        except engine_program.NoProgram as error:
+            raise Failed(str(error)) from error
+
+    def built_program(self) -> None:
+        """What builds it is installed first, all wheels; then it is built with just these."""
+        package, program = self.args.package, self.args.program
+        with open(self.args.lock, encoding="utf-8") as handle:
+            text = handle.read()
+        more = engine_program.build_variables(json.loads(self.args.build_env))
+        try:
+            wheels, built = engine_program.split(text, package)
+            with tempfile.TemporaryDirectory() as scratch:
+                parts = [os.path.join(scratch, name) for name in ("wheels.txt", "built.txt")]
+                for path, part in zip(parts, (wheels, built)):  # noqa: B905 (Python 3.9)
+                    with open(path, "w", encoding="utf-8") as handle:
+                        handle.write(part)
+                self.from_lock(parts[0], "--no-build")
+                say(f"building {program}, with {more['LLAMA_CPP_BUILD_JOBS']} compilers at a time")
+                self.from_lock(parts[1], "--no-build-isolation", "--no-binary", package, more=more)
+            engine_program.link(self.env, program, os.path.join(self.env, "lib"))
+        except engine_program.NoProgram as error:
+            raise Failed(str(error)) from error
 
     def abi_check(self) -> list[dict[str, str]]:
         """The proof, with the identity and the environment that the services will have."""
@@ -417,6 +458,10 @@ def main() -> int:
     build.add_argument("--gpus", default="", help="compute capability of each GPU: 8.9,8.9")
     build.add_argument("--bundle", help="install from this directory alone (bundle_check.py)")
     build.add_argument("--torch-index", help="where torch is if the host's places lack it")
+    build.add_argument("--program", help="name of the runner's program, of an engine that has one")
+    build.add_argument("--program-source", help="PATH_OR_URL#sha256=HEX of the user's own")
+    build.add_argument("--package", help="package of the lock whose source is built for it")
+    build.add_argument("--build-env", default="{}", help="JSON: variables of that build")
     look = commands.add_parser("status", help="JSON: complete or why not")
     look.add_argument("--env", required=True)
     move = commands.add_parser("switch", help="make an environment the current one")

@@ -32,11 +32,11 @@ sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import engine
     from kvhost.onhost.kept import kept
-    from kvhost.onhost.service_names import FURTHER
+    from kvhost.onhost.service_names import OPTIONAL
 else:  # they lie beside this file on a host, where there is no package kvhost
     import engine
     from kept import kept
-    from service_names import FURTHER
+    from service_names import OPTIONAL
 
 READY_LIMIT_S = 1200
 Data = dict[str, Any]
@@ -221,9 +221,9 @@ class Host:
         for path, name in sorted(good["files"].items()):
             write(path, read_text(self.state("good", "files", name)))
             units = units or path.startswith("/etc/systemd/")
-        # runners that were added since: without a description services.py takes them away
+        # services that were added since: without a description services.py takes them away
         for name in listed(self.path("etc")):
-            if FURTHER.fullmatch(name) and self.path("etc", name) not in good["files"]:
+            if OPTIONAL.fullmatch(name) and self.path("etc", name) not in good["files"]:
                 engine.remove(self.path("etc", name))
         for name in ("receipt.json", "verified.json"):
             write(self.state(name), read_text(self.state("good", name)))

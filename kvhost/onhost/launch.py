@@ -311,8 +311,34 @@ class Launch:
             if code != 0:
                 raise GaveUp(1, f"{' '.join(words)} failed (exit {code})")
 
-    def wait_child(self, child: subprocess.Popen[bytes], well_at: float | None) -> int | None:
-        """Its exit code, or None if it had to be killed because it did not stop in time."""
+    def run_before_stop(self, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
+        """Commands that need the service to answer, such as one that saves what it holds. One that
+        fails, or takes too long, keeps nothing from stopping."""
+        deadline = time.monotonic() + max(5.0, self.stop_timeout - 30)
+        for argv in self.spec.get("before_stop", []):
+            self.doing("before it stops: " + " ".join(argv))
+            try:
+                hook = spawn(argv, env)
+            except GaveUp as error:
+                say(str(error))
+                continue
+            while reap(hook, child) is None and child.returncode is None:
+                if time.monotonic() > deadline:
+                    say(f"{' '.join(argv)} took too long: killed")
+                    hook.kill()
+                    break
+                self.signals.wait(0.2)
+            if hook.returncode:
+                say(f"{' '.join(argv)} failed (exit {hook.returncode})")
+
+    def wait_child(
+        self,
+        child: subprocess.Popen[bytes],
+        well_at: float | None,
+        env: dict[str, str] | None = None,
+    ) -> int | None:
+        """Its exit code, or None if it had to be killed because it did not stop in time. ``env``:
+        of the service itself, for what is done before it is told to stop."""
         deadline, killed = None, False
         while True:
             code = reap(child)
@@ -320,8 +346,11 @@ class Launch:
                 return None if killed else code
             now = time.monotonic()
             if self.signals.asked and deadline is None:
-                child.terminate()
                 deadline = now + self.stop_timeout
+                if env is not None:
+                    self.run_before_stop(child, env)
+                if child.returncode is None:
+                    child.terminate()
             if deadline is not None and now > deadline and not killed:
                 say(f"did not stop within {self.stop_timeout:.0f} s: killed")
                 child.kill()
@@ -393,7 +422,7 @@ class Launch:
             write_json(self.record_path, record)
             self.doing(None)
             say(f"{self.name} runs as process {child.pid}")
-            code = self.wait_child(child, began + YOUNG_S)
+            code = self.wait_child(child, began + YOUNG_S, env)
         finally:
             end_descendants()  # also when the disk is full and the record cannot be written
         stopped = self.signals.asked and code is not None and code != -signal.SIGKILL

@@ -139,15 +139,17 @@ def spawn(argv: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         raise GaveUp(1, f"cannot start {argv[0]} in {home}: {error}") from error
 
 
-def reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Collects every dead child (orphans of the service too); ``child``'s exit code if it ended."""
+def reap(child: subprocess.Popen[bytes], *others: subprocess.Popen[bytes]) -> int | None:
+    """Collects every dead child (orphans of the service too); ``child``'s exit code if it ended.
+    The exit codes of ``others`` are kept in them."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            if pid == child.pid:
-                child.returncode = os.waitstatus_to_exitcode(status)
+            for one in (child, *others):
+                if pid == one.pid:
+                    one.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode
 
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.report_held import SECRET_TEXT
-    from kvhost.onhost.service_names import further
+    from kvhost.onhost.service_names import names as service_names
 else:  # it lies beside this file on a host, where there is no package kvhost
     from report_held import SECRET_TEXT
-    from service_names import further
+    from service_names import names as service_names
 
-SERVICES = ("cache", "runner", "pruner", "supervisord")
+SUPERVISOR = "supervisord"
 UNIT = "kvhost-{}.service"
 #: bytes read from the end of each file
 MOST_BYTES = 4 << 20
@@ -48,8 +48,8 @@ class Line(NamedTuple):
 
 
 def services(base: str) -> tuple[str, ...]:
-    """Those of SERVICES, and every further runner of this host after the first."""
-    return (*SERVICES[:2], *further(base), *SERVICES[2:])
+    """Those of this host, and what runs them."""
+    return (*service_names(base), SUPERVISOR)
 
 
 def since(text: str, now: datetime.datetime) -> datetime.datetime:
@@ -225,7 +225,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True, help="kvhost's directory")
-    parser.add_argument("--service", action="append", help=f"{', '.join(SERVICES)}; repeatable")
+    parser.add_argument("--service", action="append", help="runner, for instance; repeatable")
     parser.add_argument("--since", help="30m, 2h, or a local time: 2026-11-29 19:00")
     parser.add_argument("--lines", type=int, default=20, help="of each service")
     parser.add_argument("--level", choices=LEVELS, default="INFO", help="the lowest that is shown")

@@ -2,8 +2,9 @@
 """Digest of a model directory: model_digest.py --model DIR --cache FILE [--user U]
 
 sha256 over every file that decides what the model computes (weights, configuration, tokenizer).
-Reading 100 GB takes minutes, so a file's digest is remembered by path, size, inode, mtime and
-ctime. Only safetensors weights are accepted: a pickle runs code when it is loaded. A download
+A model of llama.cpp is one .gguf file, and the digest that of its content. Reading 100 GB takes
+minutes, so a file's digest is remembered by path, size, inode, mtime and ctime. Of a directory only
+safetensors weights are accepted: a pickle runs code when it is loaded. A download
 that was cut short is refused: a missing shard, a file shorter than its own header says.
 Prints {"digest", "files", "bytes", "weights_bytes"}. Exit: 0; 1 not a usable model (why: stderr).
 """
@@ -19,7 +20,13 @@ import stat
 import subprocess
 import sys
 import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING or __package__:
+    from kvhost.onhost import gguf
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import gguf
 
 SUFFIXES = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -197,6 +204,23 @@ def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, A
     return {"digest": digest, "files": len(lines), "bytes": total, "weights_bytes": weight_bytes}
 
 
+def file_model(path: str, cache_path: str, user: User | None) -> dict[str, Any]:
+    """The same of a model that is one .gguf file. Raises OSError."""
+    try:
+        told = gguf.read(path)
+    except gguf.NotGguf as error:
+        fail(f"{path}: {error}")
+    blocked = user.blocked_by(path) if user else None
+    if user and blocked:
+        fail(f"{user.name} cannot read {path}: {blocked}")
+    st, cache = os.stat(path), load_cache(cache_path)
+    digest = remembered(cache.get(path), st) or file_digest(path, Progress())
+    if cache.get(path) != [*identity(st), digest]:
+        save_cache(cache_path, {**cache, path: [*identity(st), digest]})
+    figures = {"bytes": st.st_size, "weights_bytes": told["weights_bytes"]}
+    return {"digest": digest, "files": 1, **figures}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
@@ -205,7 +229,9 @@ def main() -> None:
     args = parser.parse_args()
     user = User(args.user) if args.user else None
     try:
-        print(json.dumps(model_digest(os.path.abspath(args.model), args.cache, user)))
+        path = os.path.abspath(args.model)
+        of = file_model if path.endswith(".gguf") else model_digest
+        print(json.dumps(of(path, args.cache, user)))
     except OSError as error:
         fail(str(error))
 

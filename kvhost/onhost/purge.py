@@ -126,7 +126,10 @@ def spec(base: str, name: str) -> Data:
 
 
 def current(base: str) -> str | None:
-    """The namespace that the cache server writes to."""
+    """The namespace that the cache server, or llama-server, writes to."""
+    argv = spec(base, "runner").get("argv", [])
+    if "--slot-save-path" in argv:
+        return os.path.basename(str(argv[argv.index("--slot-save-path") + 1]))
     argv = spec(base, "cache").get("argv", [])
     if "--l2-adapter" not in argv:
         return None

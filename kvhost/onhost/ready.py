@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Waits until the server has answered a request, or says why it has not: ready.py --base DIR …
 
-Ready means: the cache server is healthy, vLLM is registered with it, and one token was generated.
+Ready means: the cache server is healthy, vLLM is registered with it, and one token was generated;
+with --health-only (llama-server, in whose slots a token would take the place of a saved prompt),
+that it says of itself that it is ready.
 A service that fails meanwhile is shown at once with its last log lines (launch.py writes why into
 run/NAME.failed); the second failure of one ends the wait, long before a time-out would.
 `--once` asks a single time, generates nothing, and prints JSON. Exit: 0 ready, 1 not.
@@ -73,7 +75,7 @@ class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.base: str = args.base
         self.api: str | None = args.api.rstrip("/") if args.api else None
-        self.cache: str = args.cache.rstrip("/")
+        self.cache: str | None = args.cache.rstrip("/") if args.cache else None
         self.model: str = args.model
         self.runner: str = args.runner
         self.engines: int = args.engines
@@ -85,16 +87,21 @@ class Server:
             if not self.key.isascii() or not self.key.isprintable():
                 raise ValueError(f"{args.key_file}: a key is one line of printable ASCII")
 
+    def unhealthy(self, name: str) -> str | None:
+        status, text = call(f"{self.api}/health", timeout=5)
+        return None if status == 200 else f"{name}: " + (text.strip()[:200] or f"HTTP {status}")
+
     def missing(self, generate: bool) -> str | None:
         """What is still missing, in words; None when the server is ready."""
+        if self.cache is None:
+            return self.unhealthy("llama-server")
         status, text = call(self.cache + "/healthcheck", timeout=5)
         if status != 200:
             return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
         if self.api is None:
             return None
-        status, text = call(self.api + "/health", timeout=5)
-        if status != 200:
-            return "vLLM: " + (text.strip()[:200] or f"HTTP {status}")
+        if (why := self.unhealthy("vLLM")) is not None:
+            return why
         status, text = call(self.cache + "/status", timeout=5)
         try:
             found = registered(json.loads(text)) if status == 200 else None
@@ -200,7 +207,7 @@ def lives(pid: int) -> bool:
 
 def wait(server: Server, timeout: float, main: int | None = None) -> int:
     """``main``: the service's first process, whose end ends the wait (systemd waits for us)."""
-    names = ("cache", server.runner)
+    names = ("cache", server.runner) if server.cache else (server.runner,)
     failures = Failures(server.base, names)
     began = time.monotonic()
     told = began - 5
@@ -232,7 +239,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
     parser.add_argument("--api", help="base URL of vLLM; without it only the cache server is asked")
-    parser.add_argument("--cache", required=True, help="base URL of the cache server's HTTP port")
+    parser.add_argument("--cache", help="base URL of the cache server's HTTP port")
+    parser.add_argument("--health-only", action="store_true", help="of a runner alone: "
+                        "no more than whether it is healthy")  # fmt: skip
     parser.add_argument("--model", help="served model name")
     parser.add_argument("--runner", default=RUNNER, help="name of its service (runner)")
     parser.add_argument("--engines", type=int, default=1, help="workers that must be registered")
@@ -243,6 +252,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.api and not args.model:
         parser.error("--api needs --model")
+    if bool(args.cache) == args.health_only or not (args.cache or args.api):
+        parser.error("either --cache, or --api with --health-only")
     try:
         server = Server(args)
     except (OSError, ValueError) as error:

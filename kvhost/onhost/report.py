@@ -364,6 +364,8 @@ def model(path: str | None, uid: int, gids: list[int]) -> Data:
     if not path:
         raise Absent("no model path was asked for")
     top = Path(path)
+    if path.endswith(".gguf"):
+        return model_file(top, uid, gids)
     if not is_dir(top):
         raise Absent(f"{path} is not a directory")
     rows, closed = [], []
@@ -378,6 +380,32 @@ def model(path: str | None, uid: int, gids: list[int]) -> Data:
     config = part(lambda: json.loads((top / "config.json").read_text()))
     blocked = blocked_by(top / "config.json", uid, gids)
     return {"path": path, "files": rows, "closed": closed, "blocked_by": blocked, "config": config}
+
+
+def model_file(path: Path, uid: int, gids: list[int]) -> Data:
+    """The same of one .gguf file; what gguf.py reads of it stands in config's place."""
+    found = st(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise Absent(f"{path} is not a file")
+    bit = 0o400 if found.st_uid == uid else 0o040 if found.st_gid in gids else 0o004
+    closed = [path.name] if uid and not found.st_mode & bit else []
+
+    def told() -> Data:
+        got = subprocess.run(
+            [sys.executable, "-I", str(Path(__file__).with_name("gguf.py")), str(path)],
+            stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=20,
+        )  # fmt: skip
+        if got.returncode:
+            raise ValueError(got.stderr.decode(errors="replace").strip()[-300:])
+        return dict(json.loads(got.stdout))
+
+    return {
+        "path": str(path),
+        "files": [{"name": path.name, "bytes": found.st_size}],
+        "closed": closed,
+        "blocked_by": blocked_by(path, uid, gids),
+        "config": part(told),
+    }
 
 
 def held(args: argparse.Namespace, argv: list[str]) -> Data:

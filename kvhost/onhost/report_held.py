@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path("/")  # tests put a directory with its own proc and etc here
 MARKER = ".kvhost-complete.json"  # a finished environment or model
-SERVICE = re.compile(r"cache|runner(-[a-z0-9]+)?|pruner")
+SERVICE = re.compile(r"cache|runner(-[a-z0-9]+)?|slots|pruner")
 UNIT = re.compile(rf"kvhost-({SERVICE.pattern})\.service")
 UNIT_DIRS = ("etc", "run", "usr/lib", "lib")  # of systemd, the first one counts
 NAMESPACE = ".kvhost-namespace.json"  # what a namespace is the digest of

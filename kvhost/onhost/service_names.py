@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 import re
 
-ORDER = ("cache", "runner", "pruner")
+#: in the order of their start; which of them a host has follows from its runner (docs/runners.md)
+ORDER = ("cache", "runner", "slots", "pruner")
+#: what vLLM has in every case; the others are there where they have a description
+ALWAYS = ("cache", "runner", "pruner")
 #: in etc/, of runners beside the first (services/runners.py): description, unit, configuration
 FURTHER = re.compile(r"(?:(runner-\w+)\.json|kvhost-runner-\w+\.service|vllm-\w+\.yaml)")
+#: in etc/, what goes when it is wanted no more: those, and what another runner than vLLM has not
+OPTIONAL = re.compile(
+    rf"{FURTHER.pattern}|(?:cache|slots)\.json|kvhost-(?:cache|slots)\.service|vllm\.yaml"
+)
 
 
 def further(base: str) -> tuple[str, ...]:
@@ -21,5 +28,9 @@ def further(base: str) -> tuple[str, ...]:
 
 
 def names(base: str) -> tuple[str, ...]:
-    """All services in the order of their start."""
-    return (*ORDER[:-1], *further(base), ORDER[-1])
+    """All services in the order of their start. Without any description, those of vLLM."""
+    there = {name for name in ORDER if os.path.exists(os.path.join(base, "etc", f"{name}.json"))}
+    if "runner" not in there or "cache" in there:
+        there |= set(ALWAYS)
+    first = [name for name in ORDER if name in there]
+    return (*first[:-1], *further(base), first[-1])

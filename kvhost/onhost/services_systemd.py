@@ -21,7 +21,7 @@ else:  # it lies beside this file on a host, where there is no package kvhost
     from services_supervisor import Supervisord
 
 PREFIX = "kvhost-"
-FURTHER_UNIT = re.compile(r"kvhost-(runner-[a-z0-9]+)\.service")
+OPTIONAL_UNIT = re.compile(r"kvhost-(runner-[a-z0-9]+|cache|slots)\.service")
 PLACE = "/etc/systemd/system"
 ASKED = (
     *("Id", "LoadState", "ActiveState", "SubState", "Result", "MainPID", "NRestarts"),
@@ -135,10 +135,10 @@ class Systemd:
         return same and read_in and not self.dropped() and not self.host.supervisors()
 
     def dropped(self) -> list[str]:
-        """Further runners that have a unit of ours and no description any more."""
+        """Services that have a unit of ours and no description any more."""
         found = []
         for name in sorted(os.listdir(PLACE)):
-            match = FURTHER_UNIT.fullmatch(name)
+            match = OPTIONAL_UNIT.fullmatch(name)
             if match and match.group(1) not in self.host.order:
                 path = os.path.join(PLACE, name)
                 if not os.path.islink(path) and is_ours(read(path) or "", self.host.base):

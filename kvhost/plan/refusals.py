@@ -23,6 +23,7 @@ from kvhost.plan.host import (
     own_pids,
     own_shm,
 )
+from kvhost.plan.llama import llama_memory, llama_model
 from kvhost.plan.pod import pod_refusals
 from kvhost.plan.storage import places, room
 from kvhost.plan.types import GIB, ModelNeed, PlanInputs, Refusal, size, unreadable
@@ -50,7 +51,9 @@ FIRST_LOGIN_UID = 1000
 
 def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> list[Refusal]:
     """All reasons, in the order of the stages."""
-    checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu, _ram, _shm, _ports]
+    llama = settings.runner == "llama_server"
+    checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu]
+    checks += [llama_memory, _ports] if llama else [_ram, _shm, _ports]
     checks += [
         drive_refusals,
         places,
@@ -59,7 +62,7 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
         accelerator_refusals,
         _python,
         failed_before,
-        _model,
+        llama_model if llama else _model,
     ]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals + facts.bundle_refusals
@@ -202,8 +205,8 @@ def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
         )
     if facts.lock_arch != "x86_64" or (arch.data and arch.data.machine != "x86_64"):
         return
-    if facts.cuda is not None:
-        return  # what follows is of the CPU build
+    if facts.cuda is not None or settings.runner != "vllm":
+        return  # what follows is of the CPU build of vLLM
     if cpus.data is None:
         yield unreadable("accelerator", "the CPU's instruction sets", cpus.why)
     elif "avx2" not in cpus.data.flags:
@@ -273,12 +276,13 @@ def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
         return
     ours = own_pids(report)
     more = [(f"api_port of {one.name}", one.api_port) for one in settings.more_runners]
-    wanted = (
+    wanted = [
         ("api_port", settings.api_host, settings.api_port),
         *((key, settings.api_host, port) for key, port in more),
-        ("cache_port", "127.0.0.1", settings.cache_port),
-        ("cache_http_port", "127.0.0.1", settings.cache_http_port),
-    )
+    ]
+    if settings.runner == "vllm":
+        wanted.append(("cache_port", "127.0.0.1", settings.cache_port))
+        wanted.append(("cache_http_port", "127.0.0.1", settings.cache_http_port))
     for key, host, port in wanted:
         for row in on_address(report.ports.data.listening, host, port):
             if row.pid in ours:

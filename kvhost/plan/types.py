@@ -55,6 +55,8 @@ class PlanInputs:
     while it is not known. `rendered`: sha256 by path, below bin/ and etc/ of base_dir, of what
     would be written; None when not rendered. `lock_is_stale`: True when the process that holds
     the host's run lock ran on this controller and is dead; None when that cannot be known here.
+    `third_party`: who built the engine, where not its maintainers did. `build_cost`: what building
+    it on the host takes, None where nothing is built.
     `derived`: why settings that were not given are what they are.
     """
 
@@ -64,7 +66,7 @@ class PlanInputs:
     lock_arch: str
     download_bytes: int
     env_disk_bytes: int
-    third_party_build: bool
+    third_party: str | None
     tools_digest: str
     settings_digest: str
     model: ModelNeed | None
@@ -82,6 +84,7 @@ class PlanInputs:
     driver: Decision | None = None
     derived: tuple[str, ...] = ()
     mend: Mend | None = None
+    build_cost: str | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def make_receipt(
             "lock": lock.name,
             "digest": lock.digest,
             "python": python,
-            "versions": {"vllm": lock.vllm, "lmcache": lock.lmcache, "torch": lock.torch},
+            "versions": dict(lock.versions),
             "third_party": lock.third_party,
             "wheels": {name: _sha256(content) for name, content in sorted(lock.wheels.items())},
             "abi": [dict(row) for row in abi],

@@ -12,6 +12,7 @@ from kvhost.schema.drive_combinations import drive_problems
 from kvhost.schema.driver_values import driver_problems
 from kvhost.schema.problems import Problem
 from kvhost.schema.runner_combinations import runner_problems
+from kvhost.schema.runner_kinds import kind_problems
 from kvhost.schema.shared_values import shared_problems
 from kvhost.schema.values import is_hub_id, is_loopback
 
@@ -42,6 +43,7 @@ def combination_problems(
     yield from _bundle(settings)
     yield from _key_beyond_loopback(settings, API_KEY_VARIABLE in in_env)
     yield from runner_problems(settings)
+    yield from kind_problems(settings)
     yield from drive_problems(settings)
     yield from driver_problems(settings)
     yield from shared_problems(settings, SHARED_PASSWORD_VARIABLE in in_env)
@@ -169,7 +171,7 @@ def _model_store(s: Settings) -> _Found:
 
 def _verify_length(s: Settings) -> _Found:
     keys = ("verify_prompt_tokens", "chunk_size")
-    if s.verify_prompt_tokens < 2 * s.chunk_size:
+    if s.runner == "vllm" and s.verify_prompt_tokens < 2 * s.chunk_size:
         yield _found(
             keys,
             f"a prompt of {s.verify_prompt_tokens} tokens is less than two chunks of "
@@ -189,6 +191,8 @@ def _verify_length(s: Settings) -> _Found:
 def _verify_hit(s: Settings) -> _Found:
     cached = s.verify_prompt_tokens // s.chunk_size * s.chunk_size
     best = cached / s.verify_prompt_tokens
+    if s.runner != "vllm":
+        return  # it has no chunks
     # Shorter than two chunks is the other rule's to say.
     if s.verify_prompt_tokens >= 2 * s.chunk_size and best < s.verify_min_hit:
         yield _found(

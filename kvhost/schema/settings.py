@@ -15,6 +15,7 @@ from kvhost.schema import values as _values
 from kvhost.schema.combinations import combination_problems
 from kvhost.schema.driver import DriverSettings
 from kvhost.schema.field import setting
+from kvhost.schema.llama import LlamaSettings
 from kvhost.schema.monitoring import MonitoringSettings
 from kvhost.schema.problems import CombinationError
 from kvhost.schema.runner_args import runner_extra_args as _check_runner_args
@@ -41,7 +42,7 @@ _Wheel = Annotated[str, AfterValidator(_values.engine_wheel)]
 _ModelSource = Annotated[str, AfterValidator(_values.model_source)]
 _Revision = Annotated[str, AfterValidator(_values.model_revision)]
 _ModelName = Annotated[str, AfterValidator(_values.served_model_name)]
-_Runner = Annotated[Literal["vllm"], BeforeValidator(runner_in_this_version)]
+_Runner = Annotated[Literal["vllm", "llama_server"], BeforeValidator(runner_in_this_version)]
 _L2Adapter = Annotated[Literal["fs", "fs_native"], BeforeValidator(l2_adapter_in_this_version)]
 _CacheKind = Annotated[Literal["mp"], BeforeValidator(cache_kind_in_this_version)]
 _Host = Annotated[str, AfterValidator(_values.api_host)]
@@ -55,7 +56,7 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(RunnerSettings, DriverSettings, MonitoringSettings, SharedSettings):
+class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings, SharedSettings):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
     Types are strict: a whole number may stand for a number, nothing else is converted. Secrets
@@ -126,11 +127,13 @@ class Settings(RunnerSettings, DriverSettings, MonitoringSettings, SharedSetting
         example="bundles/cpu-x86_64-py3.11",
         reaches_host=False,
     )
-    runner: _Runner = setting(_ENGINE, "vllm", "Program that serves the model.", example="vllm")
+    runner: _Runner = setting(
+        _ENGINE, "vllm", "Program that serves the model.", example="llama_server"
+    )
     runner_extra_args: _RunnerArgs = setting(
         _ENGINE,
         [],
-        "Further flags for vllm serve, one item for each word; those that kvhost sets itself, or "
+        "Further flags for the runner, one item for each word; those that kvhost sets itself, or "
         "that would break the cache or show a key, are refused.",
         example=["--max-num-seqs", "4"],
     )
@@ -149,8 +152,8 @@ class Settings(RunnerSettings, DriverSettings, MonitoringSettings, SharedSetting
         _MODEL,
         "builtin",
         "What is served: the small model that kvhost makes itself (builtin), an absolute path on "
-        "the host, org/name on the Hugging Face hub, or, after controller:, a directory on the "
-        "controller that is sent to the host.",
+        "the host (for llama_server, of a .gguf file), org/name on the Hugging Face hub, or, after "
+        "controller:, a directory on the controller that is sent to the host.",
         example="/srv/models/llama",
     )
     model_revision: _Revision | None = setting(
@@ -267,7 +270,8 @@ class Settings(RunnerSettings, DriverSettings, MonitoringSettings, SharedSetting
     l1_gib: int = setting(
         _CACHE,
         1,
-        "Memory of the cache server (/dev/shm) that KV passes through.",
+        "Memory of the cache server (/dev/shm) that KV passes through; with llama_server, of its "
+        "cache of prompts that are in no slot (--cache-ram).",
         unit="GiB",
         example=8,
         ge=1,

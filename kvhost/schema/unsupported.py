@@ -7,7 +7,6 @@ from kvhost.schema.problems import Refusal
 _LATER = "is not in this version"
 
 _RUNNERS = {
-    "llama_server": f"llama_server {_LATER}; vllm is",
     "ollama": f"ollama {_LATER}, and it keeps no KV on disk in any version; vllm does",
 }
 _CACHE_KINDS = {

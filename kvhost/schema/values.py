@@ -258,6 +258,18 @@ def engine_wheel(value: str) -> str:
     return value
 
 
+def program_source(value: str) -> str:
+    """A runner's own program on the host or behind a URL, with its digest. Never repeats it."""
+    one_line(value)
+    target, _, digest = value.rpartition("#")
+    if not _WHEEL_SHA256.fullmatch(digest):
+        raise Refusal("must end in #sha256= and the 64 digits (0-9 a-f) of the file's digest")
+    path = host_path(target) if target.startswith("/") else _path_of_url(target)
+    if path.endswith((".zip", ".tar.xz", ".tar.zst", ".7z")):
+        raise Refusal("must be the program itself or a .tar.gz with it")
+    return value
+
+
 def hub_url(value: str) -> str:
     """Address of a server: http or https, no user, password or query. Never repeats the value."""
     path = _path_of_url(one_line(value))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvhost.llama import llama
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
 from kvhost.schema.values import SENT, is_sent
@@ -50,6 +51,8 @@ class Service:
     copies: tuple[tuple[str, str], ...] = ()
     #: commands run before it; the argument "{unclean}" becomes --unclean after an unclean stop
     before: tuple[tuple[str, ...], ...] = ()
+    #: commands run, while it still answers, before it is told to stop; they have its secrets
+    before_stop: tuple[tuple[str, ...], ...] = ()
     #: mount point of the drive that it works on; it does not start while that is away
     needs_mount: str | None = None
     #: it does not start again sooner than this after its end
@@ -83,6 +86,7 @@ class Service:
             "wait_for": list(self.wait_for),
             "wait_s": 120,
             "before": [list(argv) for argv in self.before],
+            **({"before_stop": list(map(list, self.before_stop))} if self.before_stop else {}),
             "copies": [list(pair) for pair in self.copies],
             "min_gap_s": self.min_gap_s,
             "stop_timeout_s": self.stop_timeout_s,
@@ -105,6 +109,13 @@ def model_dir(settings: Settings, paths: HostPaths) -> str:
     return f"{store}/{owner}--{name}--{(settings.model_revision or '')[:12]}"
 
 
+def model_path(settings: Settings, paths: HostPaths) -> str:
+    """What the runner is given as its model: a directory, or one file."""
+    if settings.runner == "llama_server":
+        return llama.model_file(settings, paths)
+    return model_dir(settings, paths)
+
+
 def last_name(source: str) -> str:
     """The last part of a model's path or name on the hub."""
     return source.removeprefix(SENT).rstrip("/").rpartition("/")[2]
@@ -116,7 +127,7 @@ def served_name(settings: Settings) -> str:
         return settings.served_model_name
     if settings.model_source == "builtin":
         return "kvhost-builtin"
-    return last_name(settings.model_source)
+    return last_name(settings.model_source).removesuffix(".gguf")
 
 
 def dtype(settings: Settings) -> str:
@@ -141,6 +152,10 @@ def ready_argv(
     settings: Settings, paths: HostPaths, *, with_key: bool, name: str = FIRST
 ) -> tuple[str, ...]:
     """Command that asks whether a runner has answered; run as root, it counts its request."""
+    if settings.runner == "llama_server":
+        from kvhost.services import llama as services_llama  # it takes Service from here
+
+        return services_llama.ready_argv(settings, paths)
     key = ("--key-file", api_key_path(paths)) if with_key else ()
     which = ("--runner", name) if name != FIRST else ()
     return (
@@ -184,6 +199,15 @@ def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
         # else a request with logprobs is compiled for, and without g++ it ends the engine
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def proof_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
+    """Environment of the check that proves an engine: that of the service that will run it."""
+    if settings.runner == "llama_server":
+        from kvhost.services import llama as services_llama  # it takes Service from here
+
+        return services_llama.environment(paths)
+    return service_env(settings, paths)
 
 
 def runner_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
@@ -251,13 +275,13 @@ def shm_sweep(paths: HostPaths, *patterns: str) -> tuple[str, ...]:
     return (f"{paths.tools}/current/bin/python", f"{paths.bin}/shm_sweep.py", *patterns)
 
 
-def _drive_of(settings: Settings) -> str | None:
+def drive_of(settings: Settings) -> str | None:
     return settings.resolved_drive_mount if settings.claims_a_drive else None
 
 
-def _model_drive(settings: Settings) -> str | None:
+def model_drive(settings: Settings) -> str | None:
     """The drive's mount point, where the model lies on the drive."""
-    mount = _drive_of(settings)
+    mount = drive_of(settings)
     on_it = mount is not None and model_dir(settings, settings.paths).startswith(f"{mount}/")
     return mount if on_it else None
 
@@ -306,7 +330,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         secret_env=kvhost_shared.secret_env(settings, paths),
         watch=(paths.current, *kvhost_shared.modules(settings, paths)),
         before=(stale, heal, sweep),
-        needs_mount=_drive_of(settings),
+        needs_mount=drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,
         require=tier_marks(settings, namespace_dir),
@@ -345,7 +369,7 @@ def runner_service(
         wait_for=(f"127.0.0.1:{settings.cache_port}",),
         copies=((config, copy),),
         # Python's names for shared memory and semaphores; both services run as one user
-        needs_mount=_model_drive(settings),
+        needs_mount=model_drive(settings),
         before=(*gpu_gate(paths, gpus, settings.gpus), shm_sweep(paths, "psm_*", "sem.mp-*")),
         watch=(
             *(paths.current, config, f"{paths.etc}/model-digest"),
@@ -378,7 +402,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
         ),
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
         watch=(f"{paths.bin}/pruner.py",),
-        needs_mount=_drive_of(settings),
+        needs_mount=drive_of(settings),
         require=tier_marks(settings, namespace_dir),
         writes=(settings.paths.tier_dir,),
         priority=30,
@@ -388,7 +412,15 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
 def services(
     settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool, gpus: int = 0
 ) -> tuple[Service, ...]:
-    """All services of a host in the order of their start. ``gpus``: how many a runner needs."""
+    """All services of a host in the order of their start. ``gpus``: how many a runner needs.
+
+    Another runner than vLLM has services of its own, in kvhost/services_<runner>.py."""
+    if settings.runner == "llama_server":
+        from kvhost.services import (
+            llama as services_llama,  # it takes Service and the pruner from here
+        )
+
+        return services_llama.services(settings, paths, namespace_dir, with_key=with_key)
     return (
         cache_service(settings, paths, namespace_dir),
         *(

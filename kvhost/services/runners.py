@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvhost.onhost.service_names import FURTHER
+from kvhost.onhost.service_names import OPTIONAL
 from kvhost.schema.runner_args import count_flag
 from kvhost.settings import Settings
 
@@ -72,14 +72,14 @@ def config_name(service: str) -> str:
 
 
 def of_a_runner(name: str) -> bool:
-    """Whether a file of etc/ with that name is a further runner's: its description, its
-    configuration or its unit."""
-    return FURTHER.fullmatch(name) is not None
+    """Whether a file of etc/ with that name is of a service that a host may be without: its
+    description, its configuration or its unit."""
+    return OPTIONAL.fullmatch(name) is not None
 
 
 def left_over(there: Collection[str], wanted: Collection[str], etc: str) -> list[str]:
-    """Descriptions, configurations and units in ``etc`` of runners that the settings have no more:
-    without its description services.py takes a runner away, and stops it."""
+    """Descriptions, configurations and units in ``etc`` of services that the settings have no more:
+    without its description services.py takes a service away, and stops it."""
     named = {path: path.rpartition("/") for path in there if path not in wanted}
     return sorted(
         path for path, (folder, _, name) in named.items() if folder == etc and of_a_runner(name)

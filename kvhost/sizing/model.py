@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhost.model_need_gguf import PLAIN, config_of
+from kvhost.onhost import gguf
 from kvhost.sizing.kv_bytes import SizeError
 
 
@@ -43,6 +45,8 @@ def find_model(model: str) -> ModelFiles:
 
 def _find(model: str) -> ModelFiles:
     path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        return _gguf(model, path)
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         path = _snapshot(model)
     config_path = path / "config.json" if path.is_dir() else path
@@ -60,6 +64,22 @@ def _find(model: str) -> ModelFiles:
     if not isinstance(config, dict):
         raise SizeError(f"{config_path} is no JSON object")
     return ModelFiles(model, config, _weights(config_path.parent))
+
+
+def _gguf(model: str, path: Path) -> ModelFiles:
+    """A .gguf file of llama.cpp, by its header."""
+    try:
+        told = gguf.read(str(path))
+    except gguf.NotGguf as error:
+        raise SizeError(f"{path}: {error}") from error
+    config = config_of(told)
+    if config is None:
+        kind = told["keys"].get("general.architecture")
+        raise SizeError(
+            f"{path}: an architecture ({kind}) whose KV is not known here; known of .gguf files "
+            f"are {', '.join(PLAIN)}. Or give the config.json of the model that it was made of"
+        )
+    return ModelFiles(model, config, int(told["weights_bytes"]))
 
 
 def _snapshot(model: str) -> Path:

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""What a .gguf file says of itself: gguf.py FILE prints JSON, without reading the weights.
+
+Format: github.com/ggml-org/ggml, docs, version 3 (2 differs in nothing that is read here):
+magic, version, number of tensors, number of keys; the keys; name, shape, type and offset of each
+tensor; then the data, aligned. Of long lists only the length is told ("tokenizer.ggml.tokens":
+{"length": 32000}).
+Exit: 0; 1 not a whole GGUF file (why: stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import sys
+from typing import Any, BinaryIO
+
+Data = dict[str, Any]
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+#: value type -> struct format; 8 is text, 9 a list
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q",
+           11: "<q", 12: "<d"}  # fmt: skip
+TEXT, LIST = 8, 9
+#: type of a tensor -> (elements, bytes) of a block (ggml/src/ggml.c, type_traits)
+BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
+    9: (32, 36), 10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),
+    15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18),
+    21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8),
+    28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
+#: lists of at most as many numbers are told whole
+SHORT = 512
+#: more than any model has; a broken file must not fill the memory
+MOST, MOST_TEXT = 1 << 20, 1 << 24
+#: characters of a text that is told whole
+MOST_TOLD = 200
+
+
+class NotGguf(Exception):
+    """Why it cannot be read, for people."""
+
+
+class Reader:
+    """Reads from the front of a file. Raises NotGguf at its end."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self.handle = handle
+
+    def take(self, count: int) -> bytes:
+        data = self.handle.read(count)
+        if len(data) != count:
+            raise NotGguf("it ends in the middle of its header: fetch it again")
+        return data
+
+    def scalar(self, kind: int) -> Any:
+        if kind not in SCALARS:
+            raise NotGguf(f"a value of type {kind}, which is not known here")
+        layout = SCALARS[kind]
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def count(self, most: int = MOST) -> int:
+        found = int(self.scalar(10))
+        if found > most:
+            raise NotGguf(f"a count of {found}: the header is damaged")
+        return found
+
+    def text(self) -> str:
+        return self.take(self.count(MOST_TEXT)).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self.text()
+        if kind != LIST:
+            return self.scalar(kind)
+        inner, length = int(self.scalar(4)), self.count(MOST_TEXT)
+        if inner == LIST:
+            raise NotGguf("a list of lists, which is not known here")
+        if inner == TEXT:
+            for _ in range(length):
+                self.text()
+            return {"length": length}
+        found = [self.scalar(inner) for _ in range(length)] if length <= SHORT else None
+        if found is None:
+            self.take(length * struct.calcsize(SCALARS[inner]) if inner in SCALARS else 0)
+        return {"length": length} if found is None else found
+
+
+def told(name: str, value: Any) -> Any:
+    """A value as it is told: of a tokenizer's lists and of templates only the length."""
+    long = isinstance(value, list) and name.startswith("tokenizer.")
+    if long or (isinstance(value, str) and len(value) > MOST_TOLD):
+        return {"length": len(value)}
+    return value
+
+
+def read(path: str) -> Data:
+    """{"version", "keys": {key: value}, "tensors", "bytes", "weights_bytes", "types": {type: n}}.
+
+    Raises NotGguf, also for a file that is shorter than its tensors; OSError.
+    """
+    with open(path, "rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        reader = Reader(handle)
+        if handle.read(4) != MAGIC:
+            raise NotGguf("it is no GGUF file")
+        version = reader.scalar(4)
+        if version not in VERSIONS:
+            raise NotGguf(f"GGUF of version {version}; {' and '.join(map(str, VERSIONS))} are read")
+        tensors, count = reader.count(), reader.count()
+        keys = {}
+        for _ in range(count):
+            name = reader.text()
+            keys[name] = told(name, reader.value(int(reader.scalar(4))))
+        ends, weights = [0], 0
+        types: dict[str, int] = {}
+        for _ in range(tensors):
+            reader.text()
+            elements = 1
+            for _ in range(int(reader.scalar(4))):
+                elements *= int(reader.scalar(10))
+            kind, offset = int(reader.scalar(4)), int(reader.scalar(10))
+            types[str(kind)] = types.get(str(kind), 0) + 1
+            if kind in BLOCKS:
+                per, stored = BLOCKS[kind]
+                taken = elements // per * stored
+                weights += taken
+                ends.append(offset + taken)
+        align = keys.get("general.alignment", 32)
+        start = -(-handle.tell() // align) * align
+    if size < start + max(ends):
+        raise NotGguf(f"it has {size} bytes and its header says {start + max(ends)}: "
+                      "fetch it again")  # fmt: skip
+    about = {"version": version, "keys": keys, "tensors": tensors, "types": types}
+    return {**about, "bytes": size, "weights_bytes": weights or size - start}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file")
+    args = parser.parse_args()
+    try:
+        print(json.dumps(read(args.file)))
+    except (NotGguf, OSError, OverflowError, MemoryError) as error:
+        print(f"{args.file}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The saved slots of llama-server in their directory: which files are whole, and whose they are.
+
+A saved slot NAME is two files: NAME.DIGEST.kv, which llama-server writes and reads, and .NAME.json,
+which says of it {"schema", "name", "file", "sha256", "bytes", "tokens", "slot", "why",
+"saved_unix", "engine", "server_build"}: engine are the namespace's fields (model, build, types of K
+and V, ...), server_build is what the server itself said. The second is written last and replaced
+as a whole, so that a save which is cut off leaves the one before it. llama-server has no checksum:
+a damaged file is loaded as if it were good, a short one ends the process. So no file is named to it
+before all of this was compared.
+
+The pruner counts and removes *.kv (hidden files it leaves); what it leaves alone is cleared here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+Data = dict[str, Any]
+SCHEMA = 1
+NAMESPACE = ".kvhost-namespace.json"
+LOCK, STATE = ".slots.lock", ".slots-state.json"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+#: what is saved of a slot by itself
+OF_SLOT = re.compile(r"slot-(\d+)\Z")
+SAVED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{16}\.kv\Z")
+UNFINISHED = re.compile(r".*\.tmp\Z|\..*\.json\.new\Z")
+#: a save that is at work is younger
+OLD_S = 600
+LOCK_WAIT_S = 300.0
+
+
+class Trouble(Exception):
+    """What went wrong, for people."""
+
+
+def say(text: str) -> None:
+    print(f"slots: {text}", file=sys.stderr, flush=True)
+
+
+def sha256(path: str) -> tuple[str, int]:
+    """Digest and bytes of a regular file, no link. Raises OSError."""
+    digest, count = hashlib.sha256(), 0
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
+        if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        for block in iter(lambda: handle.read(1 << 20), b""):
+            digest.update(block)
+            count += len(block)
+    return digest.hexdigest(), count
+
+
+def sync(path: str) -> None:
+    """Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Store:
+    """The directory of one namespace. Methods raise Trouble, OSError."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        try:
+            with open(self.path(NAMESPACE), encoding="utf-8") as handle:
+                self.fields: Data = dict(json.load(handle)["engine_config"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Trouble(f"{folder} is no namespace of kvhost: {error}") from error
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    @contextlib.contextmanager
+    def locked(self, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
+        """One at a time: the keeper, what runs before a stop, and commands by hand."""
+        fd = os.open(self.path(LOCK), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        deadline = time.monotonic() + wait_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise Trouble(f"{LOCK} was held for {wait_s:.0f} s") from None
+                time.sleep(0.05)
+            yield
+        finally:
+            os.close(fd)
+
+    # what the keeper remembers
+
+    def state(self) -> Data:
+        """{} without a usable one: it only saves work."""
+        try:
+            with open(self.path(STATE), encoding="utf-8") as handle:
+                data = json.load(handle)
+        except (OSError, ValueError):
+            return {}
+        return data if isinstance(data, dict) else {}
+
+    def remember(self, data: Data) -> None:
+        self.write(STATE, data)
+
+    def write(self, name: str, data: Data) -> None:
+        """Whole or not at all, and on the disk."""
+        new = self.path(name + ".new")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(new, flags, 0o600), "w", encoding="utf-8") as handle:
+            json.dump(data, handle, indent=1)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(new, self.path(name))
+        sync(self.folder)
+
+    # saved slots
+
+    def notes(self) -> dict[str, Data | None]:
+        """Name -> what is noted of it; None for a note that cannot be read."""
+        found: dict[str, Data | None] = {}
+        for entry in sorted(os.listdir(self.folder)):
+            name = entry[1 : -len(".json")]
+            if not (entry.startswith(".") and entry.endswith(".json") and NAME.match(name)):
+                continue
+            if entry in (NAMESPACE, STATE):
+                continue
+            try:
+                with open(self.path(entry), encoding="utf-8") as handle:
+                    data = json.load(handle)
+            except (OSError, ValueError):
+                data = None
+            found[name] = data if isinstance(data, dict) else None
+        return found
+
+    def keep(self, name: str, draft: str, told: Data) -> Data:
+        """Makes a file that the server has just written the saved slot ``name``. Raises Trouble if
+        it is not as long as the server said."""
+        path = self.path(draft)
+        os.chmod(path, 0o600)
+        digest, count = sha256(path)
+        if count != told["bytes"]:
+            raise Trouble(f"{draft} has {count} bytes, the server wrote {told['bytes']}")
+        sync(path)
+        before = (self.notes().get(name) or {}).get("file")
+        file = f"{name}.{digest[:16]}.kv"
+        os.replace(path, self.path(file))
+        sync(self.folder)
+        note = {
+            "schema": SCHEMA,
+            "name": name,
+            "file": file,
+            "sha256": digest,
+            "saved_unix": time.time(),
+            "engine": self.fields,
+            **told,
+        }
+        self.write(f".{name}.json", note)
+        if isinstance(before, str) and before != file and SAVED.match(before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path(before))
+        return note
+
+    def why_not(self, name: str, note: Data | None, server_build: str | None) -> str | None:
+        """Why a saved slot must not be named to the server; None when it may. Reads all of it."""
+        if note is None:
+            return "its note cannot be read"
+        file, digest, count = (note.get(key) for key in ("file", "sha256", "bytes"))
+        fits = isinstance(file, str) and SAVED.match(file) and file.startswith(f"{name}.")
+        if not fits or not isinstance(digest, str) or note.get("schema") != SCHEMA:
+            return "its note is of another form"
+        wanted = note.get("engine")
+        if not isinstance(wanted, dict) or wanted != self.fields:
+            changed = sorted(
+                key
+                for key in {*self.fields, *(wanted or {})}
+                if (wanted or {}).get(key) != self.fields.get(key)
+            )
+            return f"it is of another engine: {', '.join(changed)} differ"
+        if server_build is not None and note.get("server_build") != server_build:
+            return f"it is of build {note.get('server_build')}, and {server_build} runs"
+        try:
+            found, size = sha256(self.path(str(file)))
+        except FileNotFoundError:
+            return "its file is gone (the pruner's limit, or somebody's hand)"
+        except OSError as error:
+            return f"its file cannot be read: {error}"
+        if size != count:
+            return f"its file has {size} bytes, {count} were written"
+        return None if found == digest else "its file is damaged: the checksum is another"
+
+    def forget(self, name: str) -> None:
+        """The note first: a file without one is never named to the server."""
+        note = self.notes().get(name) or {}
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(f".{name}.json"))
+        file = note.get("file")
+        if isinstance(file, str) and SAVED.match(file):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path(file))
+
+    def clear(self) -> list[str]:
+        """Removes what belongs to no saved slot: files without a note, and old unfinished ones."""
+        used = {(note or {}).get("file") for note in self.notes().values()}
+        gone = []
+        for entry in sorted(os.listdir(self.folder)):
+            with contextlib.suppress(FileNotFoundError):
+                age = time.time() - os.lstat(self.path(entry)).st_mtime
+                lost = SAVED.match(entry) and entry not in used
+                if lost or (UNFINISHED.match(entry) and age > OLD_S):
+                    os.unlink(self.path(entry))
+                    gone.append(entry)
+        return gone

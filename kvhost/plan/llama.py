@@ -1,0 +1,105 @@
+"""What a plan says of llama-server, and every reason against it that is its own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvhost.plan.host import memory_for_us
+from kvhost.plan.types import GIB, PlanInputs, Refusal, Stage, size, unreadable
+from kvhost.report import HostReport
+from kvhost.settings import Settings
+
+#: name, stage and words of every service
+SERVICES: tuple[tuple[str, Stage, str], ...] = (
+    ("runner", "runner", "llama-server"),
+    ("slots", "cache", "the keeper of its slots"),
+    ("pruner", "cache", "the pruner"),
+)
+#: llama-server beside weights, KV and --cache-ram: what it computes in; 0.3 GiB were seen
+PROCESS_BYTES = GIB
+
+
+def loopback_notes(settings: Settings, others: Sequence[str], *, with_key: bool) -> Iterator[str]:
+    """Who can reach what: the endpoints of the slots are on the API's port."""
+    if with_key:
+        return
+    yield (
+        f"Loopback is no boundary between users: {len(others)} other users of this host "
+        f"({', '.join(others[:4])}) can reach llama-server at port {settings.api_port} without a "
+        "key, read and replace what is in its slots, and have it overwrite saved files (/slots). "
+        "Set KVHOST_API_KEY or api_key_file."
+    )
+
+
+def llama_memory(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if report.memory.data is None:
+        yield unreadable("runner", "memory", report.memory.why)
+        return
+    need = facts.model
+    weights = need.weights_bytes if need else 0
+    # all of it is allocated when it starts
+    tokens = settings.max_model_len * settings.llama_slots
+    kv = need.kv_bytes_per_token * tokens if need else 0
+    needed = weights + kv + settings.l1_gib * GIB + PROCESS_BYTES
+    have, whence = memory_for_us(report)
+    if needed > have:
+        yield Refusal(
+            "runner",
+            "ram_too_small",
+            "the model and its caches do not fit into memory",
+            f"{size(needed)}: weights {size(weights)}, KV {size(kv)} ({settings.llama_slots} slots "
+            f"of {settings.max_model_len} tokens), l1_gib {settings.l1_gib} GiB, process "
+            f"{size(PROCESS_BYTES)}",
+            f"{size(have)} free for kvhost, {whence}",
+            "lower max_model_len, llama_slots or l1_gib, a smaller llama_cache_type_k and _v, "
+            "a smaller model, or free memory",
+        )
+
+
+def llama_model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    if settings.model_source.startswith("/"):
+        yield from _file(settings, report)
+    need = facts.model
+    if need is not None and settings.max_model_len > need.max_context:
+        yield Refusal(
+            "model",
+            "context_too_long",
+            "max_model_len is more than the model's context",
+            f"max_model_len of at most {need.max_context} tokens",
+            f"max_model_len = {settings.max_model_len} tokens",
+            f"max_model_len = {need.max_context}",
+        )
+
+
+def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
+    model, path = report.model, settings.model_source
+    if model.status == "unreadable":
+        yield unreadable("model", f"the model at {path}", model.why)
+    elif model.data is None:
+        yield Refusal(
+            "model",
+            "no_model",
+            "there is no model where model_source says",
+            f"a .gguf file at {path}",
+            str(model.why),
+            "set model_source to the .gguf file on the host",
+        )
+    elif model.data.config.data is None:
+        yield Refusal(
+            "model",
+            "no_model",
+            "the file that model_source names is no whole GGUF file",
+            "a GGUF file of version 2 or 3, as long as its header says",
+            str(model.data.config.why),
+            "fetch it again, or set model_source to another",
+        )
+    elif model.data.blocked_by or model.data.closed:
+        by = model.data.blocked_by
+        yield Refusal(
+            "model",
+            "model_closed",
+            f"the service's user {settings.service_user} cannot read the model",
+            f"every directory above {path} passable (x) and the file readable (r) to that user",
+            f"{by} is not passable" if by else f"{path} without that right",
+            f"chmod o+x {by}" if by else f"chmod o+r {path}",
+        )

@@ -1,0 +1,140 @@
+"""Settings that mean nothing for the chosen runner: given, they are refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from kvhost.schema.llama import LlamaSettings
+from kvhost.schema.problems import Problem, short
+from kvhost.schema.runner_args import flag_name
+
+if TYPE_CHECKING:
+    from kvhost.schema.settings import Settings
+
+_Found = Iterator[tuple[frozenset[str], Problem]]
+
+#: settings of vLLM and of its cache server -> why they mean nothing to llama-server
+NOT_LLAMA: Mapping[str, str] = {
+    "engine_wheel": "it is vLLM's wheel; llama_binary takes a llama-server of your own",
+    "engine_bundle": "bundles hold vLLM, in this version",
+    "engine_kv_gib": "its KV memory is max_model_len times llama_slots",
+    "dtype": "a .gguf file holds its types",
+    "kv_cache_dtype": "its KV has llama_cache_type_k and llama_cache_type_v",
+    "hf_token_file": "models are not fetched from the hub for it in this version",
+    "hf_endpoint": "models are not fetched from the hub for it in this version",
+    "model_revision": "models are not fetched from the hub for it in this version",
+    "cache_kind": "it keeps its KV in files of its slots",
+    "l2_adapter": "it has no cache server, its files are written by itself",
+    "chunk_size": "its cache has whole prompts, no chunks",
+    "cache_port": "it has no cache server",
+    "cache_http_port": "it has no cache server",
+    "heartbeat_s": "it has no cache server",
+    "mq_timeout_s": "it has no cache server",
+    "shared_tier": "it has no cache server",
+    "drain_s": "it ends requests at once when it is stopped",
+    "tensor_parallel_size": "GPUs are not in this version for it",
+    "gpus": "GPUs are not in this version for it",
+    "gpu_memory_share": "GPUs are not in this version for it",
+    "more_runners": "one llama-server a host; llama_slots is how many prompts it works on",
+    "verify_runner": "there is one runner",
+}
+#: flags of llama-server that kvhost sets, or that would break the cache or show a key
+_LLAMA_FLAGS: Mapping[str, str] = {
+    **dict.fromkeys(("-m", "--model", "-mu", "--model-url", "-hf", "--hf-repo"), "model_source"),
+    **dict.fromkeys(("-a", "--alias"), "served_model_name"),
+    **dict.fromkeys(("-c", "--ctx-size"), "max_model_len"),
+    **dict.fromkeys(("-np", "--parallel"), "llama_slots"),
+    **dict.fromkeys(("-ctk", "--cache-type-k"), "llama_cache_type_k"),
+    **dict.fromkeys(("-ctv", "--cache-type-v"), "llama_cache_type_v"),
+    **dict.fromkeys(("-cram", "--cache-ram"), "l1_gib"),
+    "--host": "api_host",
+    "--port": "api_port",
+    "--api-key": "api_key_file",
+    "--api-key-file": "api_key_file",
+}
+_LLAMA_OWN: Mapping[str, str] = {
+    **dict.fromkeys(("--slot-save-path", "--slots", "--no-slots"), "kvhost saves the slots"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "kvhost sets it: V of a type of its own needs it"),
+    **dict.fromkeys(
+        ("-kvu", "--kv-unified"), "slots that share memory are cleared before they are saved"
+    ),
+    **dict.fromkeys(("-v", "--verbose", "--log-verbose"), "it writes prompts into the log"),
+    **dict.fromkeys(("--log-file", "-lv", "--verbosity"), "it writes prompts into a file"),
+    **dict.fromkeys(("--lora", "--lora-scaled", "--control-vector"), "a saved slot does not tell "
+                    "of it, and would be read without it"),
+    **dict.fromkeys(("--models-dir", "--models-preset"), "kvhost serves one model"),
+    "--swa-full": "a saved slot of another kind would be read",
+    "--media-path": "it opens files of the host to whoever has the key",
+    "--tools": "it runs commands on the host",
+    "--ssl-key-file": "kvhost's own checks speak plain HTTP; put a proxy with TLS before it",
+    "--ssl-cert-file": "kvhost's own checks speak plain HTTP; put a proxy with TLS before it",
+}  # fmt: skip
+#: of the restart test
+LLAMA_EVENTS = ("both", "kill")
+
+
+def kind_problems(s: Settings) -> _Found:
+    """Yield the keys that a rule looks at, and what is wrong with them together."""
+    # a default that is written out asks for nothing
+    fields = type(s).model_fields
+    given = {key for key in s.model_fields_set if getattr(s, key) != fields[key].default}
+    if s.runner != "llama_server":
+        for key in sorted(set(LlamaSettings.model_fields) & given):
+            yield _found(
+                (key, "runner"),
+                f"is a setting of llama-server, and runner is {s.runner}",
+                f"{key} left out, or runner = 'llama_server'",
+            )
+        return
+    for key in sorted(set(NOT_LLAMA) & given):
+        what = f"means nothing with runner = 'llama_server': {NOT_LLAMA[key]}"
+        yield _found((key, "runner"), what, f"{key} left out")
+    if s.monitoring:
+        what = "is of vLLM and its cache server, in this version"
+        yield _found(("monitoring", "runner"), what, "monitoring = False")
+    yield from _model(s)
+    yield from _flags(s)
+    yield from _events(s)
+
+
+def _model(s: Settings) -> _Found:
+    source = s.model_source
+    if source != "builtin" and not (source.startswith("/") and source.endswith(".gguf")):
+        yield _found(
+            ("model_source", "runner"),
+            f"llama-server reads a .gguf file, and {short(source)} is no path of one on the host",
+            "model_source = '/srv/models/llama-8b-q4_k_m.gguf', or 'builtin'",
+        )
+
+
+def _flags(s: Settings) -> _Found:
+    for item in s.runner_extra_args:
+        name = item.partition("=")[0]
+        for one in (name, flag_name(item)):
+            if one in _LLAMA_FLAGS:
+                why = f"kvhost sets it itself, from the setting {_LLAMA_FLAGS[one]}"
+            elif one in _LLAMA_OWN:
+                why = _LLAMA_OWN[one]
+            else:
+                continue
+            yield _found(
+                ("runner_extra_args", "runner"),
+                f"{one} is not for runner_extra_args: {why}",
+                "runner_extra_args = ['--threads', '8']",
+            )
+            break
+
+
+def _events(s: Settings) -> _Found:
+    wrong = [event for event in s.verify_events if event not in LLAMA_EVENTS]
+    if wrong:
+        yield _found(
+            ("verify_events", "runner"),
+            f"has {', '.join(wrong)}; of llama-server there are {', '.join(LLAMA_EVENTS)}",
+            "verify_events = ['both']",
+        )
+
+
+def _found(keys: tuple[str, ...], what: str, write: str) -> tuple[frozenset[str], Problem]:
+    return frozenset(keys), Problem(", ".join(keys), what, write)
