@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,6 +109,38 @@ def test_sweep_drops_what_may_not_have_been_synced(
     kept = {"02.data", "03.data"} if removes else {f"0{i}.data" for i in range(5)}
     assert names(tier) == kept
     assert status["removed"].get("unsynced", {}).get("files", 0) == (3 if removes else 0)
+
+
+@pytest.mark.parametrize(
+    ("sign", "kept"),
+    [
+        ({"boot_id": "other", "time_unix": -HOUR + 65}, "0123"),  # it still ran long after 00
+        ({"boot_id": "other", "time_unix": -HOUR + 10}, "123"),
+        ({"boot_id": "other", "time_unix": -9 * HOUR}, "23"),  # before the newest file
+        ({"boot_id": "other", "time_unix": HOUR}, "23"),  # of the future
+        ({"boot_id": "yet another", "time_unix": -10}, "23"),
+        (
+            {"boot_id": pruner.boot_id(), "time_unix": -10},
+            "23",
+        ),  # already at work
+        ({"boot_id": "other"}, "23"),
+        ([], "23"),
+        (None, "23"),
+    ],
+)
+def test_a_machine_that_ran_on_after_its_last_write_keeps_it(
+    tier: Path, tmp_path: Path, sign: Any, kept: str
+) -> None:
+    for name, age in (("00", HOUR), ("01", HOUR + 55), ("02", HOUR + 65), ("03", 9 * HOUR)):
+        put(tier, "ns-aa", name, age_s=age)
+    (tmp_path / "record").write_text(json.dumps({"boot_id": "other", "clean_stop": None}))
+    if isinstance(sign, dict) and "time_unix" in sign:
+        sign = {**sign, "time_unix": time.time() + sign["time_unix"]}
+    if sign is not None:
+        (tmp_path / "status").write_text(json.dumps(sign))
+    where = ("--record", tmp_path / "record", "--status", tmp_path / "status")
+    sweep(tier, "--unsynced-seconds", "60", *where)
+    assert names(tier) == {f"0{n}.data" for n in kept}
 
 
 def test_the_window_of_what_is_unsynced_is_the_kernels(tier: Path) -> None:

@@ -336,8 +336,8 @@ def unsynced_since(args: argparse.Namespace, scan: Scan) -> int | None:
 
     Only a stop of the whole machine loses what was not synced: a killed server leaves its pages
     with the kernel. A clean stop is taken to be followed by an orderly shutdown, which syncs.
-    When it stopped is not known; the newest file was written before, and reckoning from there
-    removes rather more than less.
+    When it stopped is not known, but it still ran when the newest file was written, and when this
+    program last wrote its status: reckoning from there removes rather more than less.
     """
     record = read_record(args.record)
     in_order = record.get("clean_stop") is True if record else True
@@ -345,7 +345,18 @@ def unsynced_since(args: argparse.Namespace, scan: Scan) -> int | None:
     if (in_order and not args.unclean) or this_boot:
         return None
     newest = max((f.mtime for f in scan.files if f.mtime <= time.time_ns()), default=0)
-    return newest - int(args.unsynced_seconds * 10**9)
+    ran = max(newest, last_sign(args.status, record.get("boot_id")))
+    return ran - int(args.unsynced_seconds * 10**9)
+
+
+def last_sign(status: str | None, boot: object) -> int:
+    """When (ns) `run` last wrote its status in the boot that ended; 0 if that is not known."""
+    try:
+        told = json.loads(Path(status).read_text()) if status else {}
+        at = int(float(told["time_unix"]) * 10**9) if told.get("boot_id") == boot else 0
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return 0  # the newest file is always a sign, too
+    return at if boot is not None and at <= time.time_ns() else 0
 
 
 def read_record(path: str | None) -> Status:
@@ -513,6 +524,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if command == "sweep":
             add("--unclean", action="store_true", help="the run before did not stop in order")
             add("--record", help="what launch.py wrote of that run (JSON: boot_id, clean_stop)")
+            add("--status", help="what `run` wrote last: the machine still ran then")
             window = "what was written this shortly before an unclean stop goes (%(default)s)"
             add("--unsynced-seconds", type=float, default=writeback_seconds(), help=window)
         else:

@@ -301,6 +301,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         "--current",
         namespace_dir.rpartition("/")[2],
         *("--record", f"{paths.run}/cache.json"),
+        *("--status", pruner_status(paths)),
         "{unclean}",
     )
     # files that a test which is dead had moved aside; before the sweep, which judges what is there
@@ -384,6 +385,11 @@ def runner_service(
     )
 
 
+def pruner_status(paths: HostPaths) -> str:
+    """File that the pruner writes its status to, at every look."""
+    return f"{paths.log}/pruner-status.json"
+
+
 def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
     gib, limit = 1 << 30, settings.limit_gib
     return Service(
@@ -398,7 +404,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
             *("--free-floor-bytes", str(int(settings.free_floor_gib * gib))),
             *("--interval", str(settings.pruner_interval_s)),
             *("--current", namespace_dir.rpartition("/")[2]),
-            *("--status", f"{paths.log}/pruner-status.json"),
+            *("--status", pruner_status(paths)),
         ),
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
         watch=(f"{paths.bin}/pruner.py",),
