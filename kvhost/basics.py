@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import stat
 import sys
 from pathlib import Path
@@ -51,3 +53,15 @@ def printable(text: str) -> str:
     'a\ufffd[31mb'
     """
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def host_folder(host: str) -> str:
+    """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
+
+    >>> host_folder("@local"), host_folder("web-1.example")
+    ('_local-12ef56c1', 'web-1.example')
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", host):
+        return host
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:90]
+    return f"{plain}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"

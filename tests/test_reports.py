@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
+from kvhost.basics import host_folder
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.reports import html as report_html
 from kvhost.reports import kept as reports
@@ -192,7 +193,7 @@ def test_what_was_tested_before_it_was_left_out_counts() -> None:
 def test_a_line_of_history_fits_a_terminal(
     words: list[str], kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.rmtree(kept / reports.host_folder(HOSTILE))
+    shutil.rmtree(kept / host_folder(HOSTILE))
     monkeypatch.setenv("COLUMNS", "80")
     text = CliRunner().invoke(cli.main, words).stdout
     lines = [line for line in text.splitlines() if line.startswith("2026-")]

@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from kvhost.basics import host_folder
 from kvhost.reports import kept as reports
 from kvhost.verdict import agrees as verdict_agrees
 from kvhost.verdict import causes as verdict_causes
@@ -362,8 +363,8 @@ def test_any_host_name_gives_a_plain_folder(host: str, tmp_path: Path) -> None:
 
 
 def test_hosts_that_look_alike_keep_apart() -> None:
-    assert reports.host_folder("a/b") != reports.host_folder("a_b")
-    assert reports.host_folder("a/b") != reports.host_folder("a:b")
+    assert host_folder("a/b") != host_folder("a_b")
+    assert host_folder("a/b") != host_folder("a:b")
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:

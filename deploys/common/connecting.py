@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paramiko import SFTPClient, SSHException
 from pyinfra import context, logger
@@ -19,22 +19,18 @@ from pyinfra.api.exceptions import ConnectError, PyinfraError
 from pyinfra.api.state import BaseStateCallback
 from pyinfra.connectors.scp import SCPClient
 
-from deploys.common import asked
-from deploys.common.context import REPO
+from deploys.common import asked, early
 from deploys.common.journal import heed_interrupts
 from kvhost.basics import lenient_output
 from kvhost.fleet import known_hosts, ssh_key
-from kvhost.fleet.read import (
-    FLEET_VARIABLE,
-    KNOWN_HOSTS,
-    load_fleet,
-    pyinfra_hosts,
-    secrets_of,
-)
-from kvhost.fleet.yaml import FleetError
+from kvhost.fleet.known_hosts import KNOWN_HOSTS
 from kvhost.records import journal
 from kvhost.records.progress import tell
-from kvhost.secrets import Secret
+
+if TYPE_CHECKING:  # nothing is loaded before the hosts are connected to that can wait until then
+    from kvhost.secrets import Secret
+
+REPO = Path(__file__).resolve().parents[2]
 
 #: host -> "password" | "sudo_password" -> secret; never among the hosts' data, which are shown
 _given: dict[str, Mapping[str, Secret]] = {}
@@ -62,6 +58,7 @@ def watch() -> None:
     lenient_output()
     options = asked.given()
     asked.check_data(options)
+    early.watch(options)
     state = context.ctx_state.get()
     init = state.init
 
@@ -77,6 +74,9 @@ def watch() -> None:
 
 def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
     """Group -> hosts of fleet.yaml, for an inventory file. Raises PyinfraError."""
+    from kvhost.fleet.read import FLEET_VARIABLE, load_fleet, pyinfra_hosts, secrets_of
+    from kvhost.fleet.yaml import FleetError
+
     given = path or REPO / os.environ.get(FLEET_VARIABLE, "fleet.yaml")
     try:
         fleet = load_fleet(given, folder=REPO if path is None else None, env=os.environ)
@@ -106,6 +106,8 @@ class Watch(BaseStateCallback):
     @staticmethod
     def host_connect(state: Any, host: Any) -> None:
         tell(host.name, "connected")
+        if not hasattr(host.connector, "kvhost"):
+            early.begin(host)
 
     @staticmethod
     def host_connect_error(state: Any, host: Any, error: Exception) -> None:
@@ -152,7 +154,7 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
             raise ConnectError(f"cannot be connected to with what is set: {said}") from error
         if host.connector.data["ssh_known_hosts_file"] == "/dev/null":
             _any_key(host)
-        if host.data.get("_sudo"):
+        if not early.begin(host) and host.data.get("_sudo"):
             _sudo(host)
 
     return connected

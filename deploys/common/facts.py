@@ -6,24 +6,17 @@ pyinfra's own facts return their default when a program is missing or fails, whi
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import shlex
-import tarfile
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pyinfra.api import FactBase
 from typing_extensions import override
 
-from kvhost import onhost
+from deploys.common.sent import ONHOST, report_scripts, sent
 from kvhost.onhost import DRIVE_SCRIPTS
-
-ONHOST = Path(str(onhost.__file__)).parent
 
 #: what vLLM and LMCache load as a module: they lie in lib/ on the host
 LIBRARY = tuple(ONHOST / f"kvhost_{name}.py" for name in ("guard", "connector", "shared", "resp"))
@@ -73,10 +66,7 @@ class HostReportText(FactBase[str]):
 
     @override
     def command(self, argv: tuple[str, ...]) -> str:
-        more = DRIVE_SCRIPTS if "--drives" in argv else ()
-        if any(word.endswith(".gguf") for word in argv):
-            more = (*more, "gguf.py")
-        return sent(("report.py", "report_held.py", "report_gpu.py", *more), shlex.join(argv))
+        return sent(report_scripts(argv), shlex.join(argv))
 
     @staticmethod
     @override
@@ -132,32 +122,3 @@ def with_siblings(name: str) -> tuple[str, ...]:
         more = [f"{module}.py" for module in imported if (ONHOST / f"{module}.py").exists()]
         names += [found for found in dict.fromkeys(more) if found not in names]
     return tuple(names)
-
-
-def sent(names: tuple[str, ...], words: str, files: Mapping[str, str] | None = None) -> str:
-    """A command that brings scripts along, runs the first of them, and leaves nothing behind.
-
-    ``words``: its arguments, quoted for the shell, which knows the scripts' directory as $d;
-    ``files``: name -> base64 of further files in there.
-    """
-    more = "".join(
-        f"base64 -d > \"$d/{name}\" <<'KVHOST-END'\n{text}KVHOST-END\n"
-        for name, text in (files or {}).items()
-    )
-    return "\n".join(
-        (
-            "d=$(mktemp -d) || exit 1",
-            f"base64 -d <<'KVHOST-END' | tar xzo -C \"$d\"\n{_packed(names)}KVHOST-END",
-            f'{more}python3 "$d/{names[0]}" {words} 2>&1; rm -rf "$d"',
-        )
-    )
-
-
-@cache
-def _packed(names: tuple[str, ...]) -> str:
-    # packed: one argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN)
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name in names:
-            archive.add(ONHOST / name, name)
-    return base64.encodebytes(packed.getvalue()).decode()

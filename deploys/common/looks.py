@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from pyinfra import host
 from pyinfra.api import FactBase
 from typing_extensions import override
 
-from deploys.common.facts import sent, unreadable
+from deploys.common.facts import unreadable
+from deploys.common.sent import sent
 
 #: ("argv", word, …), ("file", path) or ("text", path): see onhost/looks.py
 Ask = tuple[str, ...]
@@ -73,14 +74,18 @@ class Looks:
             answers, lock = dict(zip(wanted, answer["answers"], strict=True)), answer["lock"]
         except (ValueError, LookupError, TypeError):
             raise NotLooked(said.strip()[-600:] or "no answer") from None
-        if not self.fresh:
-            self.answers.clear()
-        self.answers.update(answers)
-        self.lock, self.fresh = lock, True
+        self.told(answers, lock)
         if take:
             self.locked = True
             if self.taken is not None:
                 self.taken()
+
+    def told(self, answers: Mapping[Ask, Any], lock: dict[str, Any]) -> None:
+        """What the host has just answered, and the state of its run lock after that."""
+        if not self.fresh:
+            self.answers.clear()
+        self.answers.update(answers)
+        self.lock, self.fresh = lock, True
 
     def answer(self, asked: Ask) -> Any:
         """Raises NotLooked."""

@@ -14,6 +14,7 @@ from pyinfra.api.arguments import all_global_arguments
 from pyinfra.api.exceptions import DeployError
 from rich.console import Console
 
+from deploys.common import early
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
@@ -120,7 +121,9 @@ def gather(settings: Settings) -> HostReport:
         argv += ["--models-dir", settings.resolved_model_dir]
     if settings.claims_a_drive:
         argv += ["--drives", "--drive-mount", settings.resolved_drive_mount]
-    return parse_report(host.get_fact(HostReportText, argv=tuple(argv)))
+    words = tuple(argv)
+    said = early.report(host.name, words)
+    return parse_report(said if said is not None else host.get_fact(HostReportText, argv=words))
 
 
 def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = None) -> Run | None:

@@ -9,9 +9,10 @@ import jinja2
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import LIBRARY, ONHOST, scripts
+from deploys.common.facts import LIBRARY, scripts
 from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
+from deploys.common.sent import ONHOST
 from kvhost.engine.locks import EngineLock
 from kvhost.llama import llama
 from kvhost.secrets import certificates

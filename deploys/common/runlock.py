@@ -21,10 +21,11 @@ import gevent
 from pyinfra import context, logger
 from pyinfra.api import StringCommand, operation
 
+from deploys.common import early
 from deploys.common.context import Run, Visit
-from deploys.common.facts import ONHOST
 from deploys.common.looks import Ask, Looks, NotLooked, expect
 from deploys.common.operations import Commands, connector_arguments, executing, not_locked
+from deploys.common.sent import ONHOST
 
 REFRESH_S = 300
 
@@ -131,8 +132,14 @@ def take_lock(run: Visit, asks: tuple[Ask, ...] = ()) -> Commands:
     expect(known)
     if not executing():
         return
+    early.remember(run.host, run.paths.run_lock, asks)
+    told = early.looks(run.host, run.paths.run_lock, asks)
+    waits = bool(asks) and may_wait(run)
     try:
-        known.gather(asks, take=not (asks and may_wait(run)))
+        if told is not None and waits:
+            known.told(*told)
+        else:
+            known.gather(asks, take=not waits)
     except NotLooked as why:
         yield not_locked(str(why))
         return

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deploys.common.context import Visit
-from deploys.common.facts import ONHOST, CommandJson
+from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, shown
+from deploys.common.sent import ONHOST
 from kvhost.basics import printable
 from kvhost.plan.types import size
 

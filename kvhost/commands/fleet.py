@@ -20,8 +20,9 @@ from kvhost.basics import counted, printable
 from kvhost.commands.care import ask
 from kvhost.commands.run import FLEET_INVENTORY, copy_root, fleet_hosts, pyinfra
 from kvhost.fleet import known_hosts, look
+from kvhost.fleet.known_hosts import KNOWN_HOSTS
 from kvhost.fleet.model import host_name
-from kvhost.fleet.read import FLEET_VARIABLE, KNOWN_HOSTS, key_path, load_fleet
+from kvhost.fleet.read import FLEET_VARIABLE, key_path, load_fleet
 from kvhost.fleet.ssh_line import LineError, Target, parse
 from kvhost.fleet.yaml import FleetError, read_yaml, yaml
 from kvhost.schema.problems import Refusal, short

@@ -94,7 +94,8 @@ def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         raise click.ClickException(
             f"no pyinfra beside {sys.executable}: bin/up sets up the environment"
         )
-    argv = [str(program), inventory, deploy, *args]
+    # -m puts the working copy first on its path
+    argv = [sys.executable, "-m", "deploys.start", inventory, deploy, *args]
     secrets = [*secrets_of_env(os.environ), *fleet_secrets(top)]
     try:
         code = running.run(argv, top, top / "logs", Path(deploy).stem, secrets)

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+#: the file, below the working copy
+KNOWN_HOSTS = "known_hosts"
+
 
 def entry_name(address: str, port: int) -> str:
     """As OpenSSH names a host: the port only where it is not 22."""

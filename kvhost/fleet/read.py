@@ -17,6 +17,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from kvhost.basics import printable
 from kvhost.fleet.faults import fault_of_form, named
+from kvhost.fleet.known_hosts import KNOWN_HOSTS
 from kvhost.fleet.model import LOCAL, FleetFile, HostEntry, SecretRef, jump_parts
 from kvhost.fleet.parts import Broken, Loc, usable
 from kvhost.fleet.yaml import Fault, FleetError, line_of, plain, read_yaml
@@ -25,7 +26,6 @@ from kvhost.schema.problems import nearest, short
 from kvhost.secrets import Secret, SecretError, read_secret
 from kvhost.settings import Settings, SettingsError, validate_hosts
 
-KNOWN_HOSTS = "known_hosts"
 SSH_CONFIG = ".kvhost/ssh_config"
 #: names another file in the place of fleet.yaml: one that is tried before it is written
 FLEET_VARIABLE = "KVHOST_FLEET"

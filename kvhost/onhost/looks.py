@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Answers many looks at a host in one go: looks.py REQUEST, and prints one JSON object on a line.
 
-REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["file", PATH] | ["text", PATH],
-…], "lock": PATH of the run lock or null, "take": null or arguments for runlock.py}. With "take"
+REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["sent", SCRIPT, WORD, …] |
+["file", PATH] | ["text", PATH], …], "lock": PATH of the run lock or null, "take": null or arguments
+for runlock.py}. "sent" is a command too: a Python script that lies beside this one. With "take"
 the run lock is taken first; if that fails, nothing is looked at. Nothing else is written.
 
 Of a command comes {"exit", "out"} (both outputs, as they came), of a file null when there is none,
 else {"kind", "owner", "group", "mode", "sha256", "target"}, of a text {"status": ok, absent or
-unreadable, "text" or "why"}. "lock" is what runlock.py keeps after the looks: {"held", "last"}.
-Commands run side by side; a Python script is run in a fork of this process, which is its start
-saved. Exit: 0; 1 the lock is held by another ("refused" says by whom), 2 no usable request.
+unreadable, "text" or "why"}. "lock" is what runlock.py keeps, after the looks, and "before" what it
+kept before them: {"held", "last"}. Commands run side by side; a Python script is run in a fork of
+this process, which is its start saved. Exit: 0; 1 the lock is held by another ("refused" says by
+whom), 2 no usable request.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import traceback
 import zlib
 from typing import Any
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 AT_ONCE = 6
 MOST_TEXT = 4 << 20
 Data = dict[str, Any]
@@ -158,10 +161,16 @@ def lock_of(path: str) -> Data:
     return told
 
 
+def argv_of(ask: list[str]) -> list[str]:
+    if ask[0] == "argv":
+        return ask[1:]
+    return ["python3", os.path.join(HERE, ask[1]), *ask[2:]]
+
+
 def look(asks: list[list[str]]) -> list[Any]:
     answers: list[Any] = [None] * len(asks)
-    numbers = [number for number, ask in enumerate(asks) if ask[0] == "argv"]
-    told = commands([asks[number][1:] for number in numbers])
+    numbers = [number for number, ask in enumerate(asks) if ask[0] in ("argv", "sent")]
+    told = commands([argv_of(asks[number]) for number in numbers])
     for place, number in enumerate(numbers):
         answers[number] = told[place]
     for number, ask in enumerate(asks):
@@ -189,7 +198,7 @@ def main() -> int:
         except OSError as error:  # not exit 1: nobody holds it
             print(f"looks: the run lock {lock} cannot be used: {error}", file=sys.stderr)
             return 2
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "runlock.py")
+        script = os.path.join(HERE, "runlock.py")
         done = subprocess.run(
             [sys.executable, script, "take", *take], stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, check=False,
@@ -198,8 +207,11 @@ def main() -> int:
             print(json.dumps({"refused": done.stdout.strip() or f"exit {done.returncode}"}))
             return 1
     # without a lock: of an operation outside of a run (verify's, measure's)
-    told = lock_of(lock) if lock is not None else {}
-    print(json.dumps({"answers": look(asks), "lock": told}, separators=(",", ":")))
+    before = lock_of(lock) if lock is not None else {}
+    answers = look(asks)
+    after = lock_of(lock) if lock is not None else {}
+    told = {"answers": answers, "before": before, "lock": after}
+    print(json.dumps(told, separators=(",", ":")))
     return 0
 
 

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvhost.basics import text_of
-from kvhost.reports.kept import TIME_FORMAT, host_folder
+from kvhost.basics import host_folder, text_of
+from kvhost.reports.kept import TIME_FORMAT
 from kvhost.working_copy import root
 
 SCHEMA = "kvhost/receipt/1"

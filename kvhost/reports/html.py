@@ -218,7 +218,7 @@ def fleet_page(views: Sequence[HostView]) -> str:
 
 
 def page_name(view: HostView) -> str:
-    """File name of a host's page; reports.host_folder makes it a plain one."""
+    """File name of a host's page; basics.host_folder makes it a plain one."""
     return f"host-{view.folder}.html"
 
 

@@ -5,10 +5,8 @@ The published JSON schema is docs/schema/verdict-2.json; `python -m kvhost.repor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -19,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvhost import __version__
-from kvhost.basics import SUMMARY_VARIABLE, text_of
+from kvhost.basics import SUMMARY_VARIABLE, host_folder, text_of
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.records import journal
 from kvhost.verdict.evidence import Evidence
@@ -152,18 +150,6 @@ def standing(newest_first: Iterable[Report | None]) -> tuple[Report | None, Repo
             same = earlier.receipt is not None and earlier.receipt == newest.receipt
             return (earlier, newest) if same else (newest, None)
     return newest, None
-
-
-def host_folder(host: str) -> str:
-    """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
-
-    >>> host_folder("@local"), host_folder("web-1.example")
-    ('_local-12ef56c1', 'web-1.example')
-    """
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", host):
-        return host
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:90]
-    return f"{plain}-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 
 
 def make_report(

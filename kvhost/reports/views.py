@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvhost.basics import host_folder
 from kvhost.ollama.facts import OllamaEvidence
-from kvhost.reports.kept import Report, Result, host_folder, list_reports, load_report, standing
+from kvhost.reports.kept import Report, Result, list_reports, load_report, standing
 from kvhost.verdict.evidence import Event, Evidence
 from kvhost.verdict.facts import Facts
 from kvhost.verdict.foreign_evidence import ForeignEvidence
