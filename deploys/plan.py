@@ -1,19 +1,12 @@
 """`kvhost plan`: settings, report and plan of every host; nothing is changed anywhere."""
 
-import json
-import os
-import sys
-
-from pyinfra import context
+from pyinfra import host
 
 from deploys.common.prepare import known_plans, prepare
 from deploys.common.refused import refused
+from kvhost.commands.asking import answer
 from kvhost.plan.make import plan_to_json
 
 if prepare() is None:
     refused(name="refused: see the plan above")
-plans = known_plans()
-if os.environ.get("KVHOST_PLAN_JSON") and len(plans) == len(
-    context.state.inventory.get_active_hosts()
-):
-    sys.stdout.write(json.dumps({name: plan_to_json(p) for name, p in plans.items()}) + "\n")
+answer(host.name, {"plan": plan_to_json(known_plans()[host.name])})

@@ -173,11 +173,14 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
 def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     """What a run would do, what it costs, every reason not to.
 
-    Changes nothing. The table goes to stderr, --json to stdout. Exit: 0; 1 if a host is refused.
+    Changes nothing. The table goes to stderr, --json to stdout; a host that gave no report is in
+    it with "unreadable". Exit: 0; 1 if a host is refused or not reached.
     """
-    if as_json:
-        os.environ["KVHOST_PLAN_JSON"] = "1"
-    sys.exit(pyinfra(inventory, "deploys/plan.py", ("-y", *pyinfra_args)))
+    if not as_json:
+        sys.exit(pyinfra(inventory, "deploys/plan.py", ("-y", *pyinfra_args)))
+    from kvhost.commands import care as cli_care
+
+    sys.exit(cli_care.told_as_json(pyinfra, inventory, "deploys/plan.py", pyinfra_args, "plan"))
 
 
 @main.command(context_settings=PASS_ALL, epilog=MORE)

@@ -214,12 +214,26 @@ def pyinfra(folder: Path, deploy: str, hosts: str, *more: str, **env: str) -> tu
 
 
 @as_root
-def test_the_drives_of_several_hosts_in_one_object(tmp_path: Path) -> None:
-    code, out, err = pyinfra(tmp_path, "deploys/drives.py", "hosts = ['@local/a', '@local/b']",
-                             KVHOST_DRIVES_JSON="1")  # fmt: skip
-    assert code == 0, err
-    told = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert set(told) == {"a", "b"}
+@pytest.mark.parametrize("command", ["drives", "plan"])
+def test_several_hosts_in_one_object_and_one_that_is_not_reached(
+    tmp_path: Path, command: str
+) -> None:
+    inventory = tmp_path / "inventory.py"
+    away = "('away', {'ssh_hostname': '127.0.0.1', 'ssh_port': 1, 'ssh_user': 'nobody'})"
+    inventory.write_text(INVENTORY.format(hosts=f"hosts = ['@local/a', '@local/b', {away}]"))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvhost.cli", command, "--json", "--inventory", inventory,
+         "--data", "base_dir=/var/lib/kvhost-no-such"],
+        cwd=REPO, check=False, text=True, capture_output=True, stdin=subprocess.DEVNULL,
+        timeout=120, env={**os.environ, "COLUMNS": "250"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert set(told) == {"a", "b", "away"}
+    assert told["away"]["unreadable"][0].startswith("it could not be reached: 127.0.0.1 port 1")
+    if command == "plan":
+        assert told["a"]["actions"] and told["a"]["refused"] in (True, False)
+        return
     names = [row["device"]["path"] for row in told["a"]["drives"] if row["device"]]
     assert names and told["a"]["status"] == "ok"
 

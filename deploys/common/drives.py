@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-
 from pyinfra import context, host
 from rich.console import Console
 
 from deploys.common.facts import DrivesText
 from deploys.common.prepare import all_settings
+from kvhost.commands.asking import answer, question
 from kvhost.drives.types import Drives
 from kvhost.drives.view import drives_to_json, render_drives
 from kvhost.report import ReportError, parse_drives
@@ -27,10 +24,8 @@ def look_at_drives() -> None:
         _seen[host.name] = (settings, parse_drives(host.get_fact(DrivesText, argv=argv)))
     except ReportError as why:
         _seen[host.name] = (settings, str(why))
-    if len(_seen) < len(context.state.inventory.get_active_hosts()):
+    answer(host.name, {"drives": drives_to_json({host.name: _seen[host.name]})[host.name]})
+    if question().get("json") or len(_seen) < len(context.state.inventory.get_active_hosts()):
         return
-    if os.environ.get("KVHOST_DRIVES_JSON"):
-        sys.stdout.write(json.dumps(drives_to_json(_seen)) + "\n")
-    else:
-        # stderr: stdout is pyinfra's --json
-        Console(stderr=True).print(render_drives(_seen))
+    # stderr: stdout is pyinfra's --json
+    Console(stderr=True).print(render_drives(_seen))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def ask_all(
     answered = {one["host"] for one in found}
     silent = {name: _silence(row) for name, row in rows.items() if name not in answered}
     return code, found, silent
+
+
+def told_as_json(
+    run: Runner,
+    inventory: str,
+    deploy: str,
+    args: tuple[str, ...],
+    key: str,
+    question: Mapping[str, Any] | None = None,
+) -> int:
+    """Prints one object, host -> what it answered under ``key``, {"unreadable": [why]} for those
+    that gave no answer. Exit code: that of the deploy."""
+    asked = {"json": True, **(question or {})}
+    code, found, silent = ask_all(run, inventory, deploy, args, asked)
+    told = {name: {"unreadable": [why]} for name, why in silent.items()}
+    click.echo(json.dumps(told | {one["host"]: one[key] for one in found}))
+    return code
 
 
 def _silence(row: journal.Row) -> str:
@@ -151,11 +169,9 @@ def logs(
     first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     hosts = [arg for name in words[:first] for arg in ("--limit", name)]
     options = (*hosts, *words[first:])
-    code, found, silent = ask_all(run, inventory, "deploys/logs.py", options, asked)
     if as_json:
-        told: dict[str, Any] = {name: {"unreadable": [why]} for name, why in silent.items()}
-        click.echo(json.dumps(told | {host["host"]: host["services"] for host in found}))
-        return code
+        return told_as_json(run, inventory, "deploys/logs.py", options, "services", asked)
+    code, found = ask(run, inventory, "deploys/logs.py", options, asked)
     for host in found:
         show_logs(host["host"], host["services"])
     return code

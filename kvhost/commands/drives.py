@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import click
 
 from kvhost import cli
+from kvhost.commands.care import told_as_json
 from kvhost.commands.measure import measure, measure_options
 from kvhost.commands.options import MORE, PASS_ALL, inventory_option, passed_on
 
@@ -28,5 +28,5 @@ def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...], **measu
     if measured.pop("measure"):
         sys.exit(measure(cli.pyinfra, inventory, pyinfra_args, as_json=as_json, **measured))
     if as_json:
-        os.environ["KVHOST_DRIVES_JSON"] = "1"
+        sys.exit(told_as_json(cli.pyinfra, inventory, "deploys/drives.py", pyinfra_args, "drives"))
     sys.exit(cli.pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))
