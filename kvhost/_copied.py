@@ -15,6 +15,7 @@ TOP = (
     "grow.py",
     "release.py",
     "remove.py",
+    "shared.py",
     "storage.py",
     "verify.py",
 )

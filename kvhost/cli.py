@@ -43,6 +43,7 @@ LAZY = {
     "monitoring": ("kvhost.commands.monitoring", "monitoring_group"),
     "remove": ("kvhost.commands.remove", "remove_command"),
     "report": ("kvhost.commands.report", "report"),
+    "shared": ("kvhost.commands.shared", "shared_command"),
     "size": ("kvhost.commands.size", "size_command"),
     "status": ("kvhost.commands.verify", "status"),
     "verify": ("kvhost.commands.verify", "verify"),

@@ -23,6 +23,7 @@ from kvhost.schema.settings import Settings
 from kvhost.schema.values import is_hub_id
 
 _LARGEST = 4096  # bytes; more is some other file
+_LARGEST_KEY = 16384  # the same of a private key; of RSA with 8192 bits it has 6500
 
 
 class Secret(SecretStr):
@@ -92,7 +93,20 @@ def certificates(key: str, path: str) -> str:
     return text
 
 
-def _file_text(key: str, file: Path) -> str:
+def private_key(key: str, path: str) -> Secret:
+    """A private key as PEM, from a file on the controller that its owner alone reads; without its
+    last newline. Raises `SecretError`."""
+    try:
+        file = Path(path).expanduser()
+    except RuntimeError:
+        raise SecretError(f"{key}: ~ leads to no home directory on the controller") from None
+    text = _file_text(key, file, _LARGEST_KEY)
+    if "PRIVATE KEY-----" not in text or "ENCRYPTED" in text:
+        raise SecretError(f"{key}: {file} must hold a private key as PEM, without a passphrase")
+    return Secret(text.rstrip("\n"))
+
+
+def _file_text(key: str, file: Path, largest: int = _LARGEST) -> str:
     """The text of a regular file that nobody but its owner can read or write."""
     try:
         # O_NONBLOCK: a pipe without a writer must be refused, not waited for.
@@ -112,11 +126,11 @@ def _file_text(key: str, file: Path) -> str:
                 f"{key}: {file} has mode {mode:04o}, so that others than its owner can use it; "
                 f"write: chmod 600 {file}"
             )
-        content = os.read(descriptor, _LARGEST + 1)
+        content = os.read(descriptor, largest + 1)
     finally:
         os.close(descriptor)
-    if len(content) > _LARGEST:
-        raise SecretError(f"{key}: {file} has more than {_LARGEST} bytes, too long for a secret")
+    if len(content) > largest:
+        raise SecretError(f"{key}: {file} has more than {largest} bytes, too long for a secret")
     try:
         return content.decode("ascii")
     except UnicodeDecodeError:

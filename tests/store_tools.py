@@ -192,3 +192,29 @@ def key(name: str) -> str:
     chunk, _, salt = name.partition("__")
     text = f"/models/m@00000001@0@{hashlib.sha256(chunk.encode()).hexdigest()}"
     return f"{text}@{salt}" if salt else text
+
+
+#: Debian's own, with what they need beyond the lab's image
+PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1", "libatomic1", "adduser",
+            "gcc-12-base", "lsb-base", "sysvinit-utils")  # fmt: skip
+
+
+def debian_packages(folder: Path) -> Path:
+    """A repository of files with those packages, for a host that reaches no archive."""
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)  # apt's own user writes there
+    argv = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", "download", *PACKAGES]
+    if subprocess.run(argv, cwd=folder, capture_output=True, check=False).returncode != 0:
+        update = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", "update"]
+        subprocess.run(update, capture_output=True, check=True)
+        subprocess.run(argv, cwd=folder, capture_output=True, check=True)
+    rows = []
+    for deb in sorted(folder.glob("*.deb")):
+        fields = ["dpkg-deb", "--field", str(deb)]
+        about = subprocess.run(fields, capture_output=True, text=True, check=True).stdout
+        content = deb.read_bytes()
+        rows.append(f"{about}Filename: ./{deb.name}\nSize: {len(content)}\n"
+                    f"SHA256: {hashlib.sha256(content).hexdigest()}\n")  # fmt: skip
+    (folder / "Packages").write_text("\n".join(rows))
+    folder.chmod(0o755)
+    return folder

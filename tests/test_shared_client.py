@@ -19,6 +19,7 @@ import pytest
 
 from tests.store_tools import PASSWORD, Client, RedisServer, key, load, redis, shared_module
 
+pytestmark = pytest.mark.fleet
 NS = "ns-" + "a" * 24
 OTHER = "ns-" + "b" * 24
 BIG = os.urandom(3 << 20)

@@ -14,6 +14,7 @@ from kvhost.services import shared
 from kvhost.settings import settings_digest
 from tests.settings_cases import check, refused
 
+pytestmark = pytest.mark.fleet
 IN_ENV = {SHARED_PASSWORD_VARIABLE: "planted-4471aa"}
 NAMESPACE = "/var/lib/kvhost/tier/ns-" + "a" * 24
 STORE: dict[str, object] = {"shared_store_address": "10.0.0.5", "shared_store_memory_gib": 1.0}

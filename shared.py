@@ -1,0 +1,43 @@
+"""The store of the tier that hosts share: `kvhost shared`, or `pyinfra inventory.py shared.py`.
+
+On the hosts that have a shared_store_address; on the others nothing is done. No engine is
+installed. Hosts use the store by the setting shared_tier (deploy.py).
+"""
+
+from pyinfra.api.exceptions import DeployError
+
+from deploys import shared
+from deploys.common.prepare import show, visit
+from deploys.common.refused import refused
+from deploys.common.runlock import take_lock
+from deploys.common.store import look, secrets_of, store_of
+from kvhost.plan.types import Action, Plan, unreadable
+from kvhost.report import ReportError
+from kvhost.secrets import SecretError
+from kvhost.services.store import store_notes, store_refusals
+
+here = visit()
+if here is None:
+    refused(name="the host gave no report")
+elif here.settings.shared_store_address is None:
+    show(Plan((), (), ()))
+    shared.no_store(name="shared: no shared_store_address, no store here")
+else:
+    settings = here.settings
+    try:
+        password, _, _ = secrets_of(settings)
+        found = look(settings)
+        refusals = tuple(store_refusals(settings, found, password))
+    except SecretError as error:
+        raise DeployError(f"{here.host}: {error}") from error
+    except ReportError as error:
+        found, refusals = {}, (unreadable("cache", "what a store needs", str(error)),)
+    what = f"the store on {settings.shared_store_address}:{settings.shared_store_port}"
+    step = Action("cache", what, "unknown" if found.get("there") else "change")
+    show(Plan((step,), refusals, () if refusals else tuple(store_notes(settings))))
+    if refusals:
+        refused(name="refused: see the plan above")
+    else:
+        store = store_of(here, found)
+        take_lock(name="host: one run at a time", run=here, asks=tuple(shared.asks(store)))
+        shared.deploy(store)
