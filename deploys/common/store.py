@@ -15,7 +15,7 @@ from pyinfra.api.exceptions import DeployError
 from typing_extensions import override
 
 from deploys.common.context import Visit
-from deploys.common.facts import ONHOST, sent
+from deploys.common.sent import ONHOST, sent
 from kvhost.report import ReportError
 from kvhost.secrets import Secret, SecretError, certificates, private_key, shared_password
 from kvhost.services.store import (
