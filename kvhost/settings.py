@@ -112,7 +112,7 @@ def _reboots_the_controller(host: str, settings: Settings) -> list[Problem]:
                 "driver_reboot = false: the run says when to reboot, and the next one goes on",
             )
         ]
-    asked = "reboot" in settings.verify_events and host.startswith("@local")
+    asked = "reboot" in settings.events and host.startswith("@local")
     if not asked or settings.reboot_local:
         return []
     what = "the test would reboot the machine that kvhost itself runs on"

@@ -72,6 +72,8 @@ class Site:
             **self.data,
             **data,
         }
+        if given.get("cache_kind") == "native":  # no cache server: its settings are refused
+            del given["cache_port"], given["cache_http_port"]
         return [part for key, value in given.items() for part in ("--data", f"{key}={value}")]
 
     def run(self, *argv: str, env: dict[str, str] | None = None, **popen: Any) -> Done:

@@ -28,6 +28,7 @@ from kvhost.services.describe import (
     TIER_MARKER,
     Service,
     cache_service,
+    native_runner,
     runner_service,
     vllm_config,
 )
@@ -95,7 +96,7 @@ def stop(base: Path, name: str) -> None:
 def restart(base: Path, name: str) -> None:
     stop(base, name)
     between = base / "between.sh"
-    if name == "cache" and between.exists():
+    if between.exists() and (name == "cache" or not (base / "etc/cache.json").exists()):
         subprocess.run(["sh", str(between)], check=True, cwd=base)
     start(base, name)
 
@@ -113,8 +114,10 @@ class Pair:
     @property
     def settings(self) -> Settings:
         api, cache, http = self.ports
-        given: Json = {"base_dir": str(self.base), "api_port": api, "cache_port": cache}
-        return Settings(**{**given, "cache_http_port": http, "heartbeat_s": 2.0, **self.data})
+        given: Json = {"base_dir": str(self.base), "api_port": api}
+        server = {"cache_port": cache, "cache_http_port": http, "heartbeat_s": 2.0}
+        native = self.data.get("cache_kind") == "native"
+        return Settings(**{**given, **({} if native else server), **self.data})
 
     @property
     def paths(self) -> HostPaths:
@@ -126,7 +129,9 @@ class Pair:
 
     def describe(self) -> dict[str, Service]:
         """Service descriptions; the sweep needs no tools of its own here."""
-        settings, paths = self.settings, self.paths
+        settings, paths, where = self.settings, self.paths, str(self.namespace)
+        if settings.native:
+            return {"runner": native_runner(settings, paths, where, with_key=False, gpus=0)}
         found = (
             cache_service(settings, paths, str(self.namespace)),
             runner_service(settings, paths, with_key=False),
@@ -163,11 +168,11 @@ class Pair:
         (self.base / "etc/vllm.yaml").write_text(json.dumps(config, indent=1))
 
     def start(self) -> None:
-        for name in ("cache", "runner"):
+        for name in self.describe():
             start(self.base, name)
 
     def stop(self) -> None:
-        for name in ("runner", "cache"):
+        for name in reversed(self.describe()):
             stop(self.base, name)
 
     def log(self, name: str) -> str:
@@ -181,7 +186,7 @@ class Pair:
         return {
             "api_base": api,
             "metrics_url": f"{api}/metrics",
-            "cache_http": http,
+            "cache_http": None if self.settings.native else http,
             "model": "kvhost-builtin",
             "namespace_dir": str(self.namespace),
             "own_requests": str(self.base / "state/own-requests.json"),
@@ -191,7 +196,7 @@ class Pair:
                     "restart": [*shell, *command, name, str(self.base)],
                     "log": str(self.base / f"log/{name}.log"),
                 }
-                for name in ("cache", "runner")
+                for name in self.describe()
             },
             "prompt_tokens": 2056,
             "chunk_size": self.settings.chunk_size,

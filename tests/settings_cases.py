@@ -244,7 +244,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ("runner", "sglang", "must be vllm"),
     ("cache_kind", "local_disk", "does not survive a restart"),
     ("cache_kind", "local_disk", "cache_kind = 'mp'"),
-    ("cache_kind", "native", "not in this version"),
     # paths on the host
     *[(key, "relative/dir", "must be an absolute path") for key in ("base_dir", "tier_dir")],
     ("python", "python3.11", "must be an absolute path"),

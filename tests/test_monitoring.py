@@ -182,6 +182,24 @@ def test_every_series_of_rules_and_dashboard_is_exported(
     assert set(re.findall(r"\bkvhost:[\w:]+", RULES.read_text() + "\n".join(asked))) == records
 
 
+def test_without_a_cache_server_none_is_told_of_and_no_alert_on_it_can_come(
+    host: Host, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.pages["/vllm/metrics"] = (FIXTURES.parent / "metrics/vllm-native.txt").read_text()
+    (host.base / "run/cache.json").unlink()
+    words = ["--base", host.base, "--tier", host.tier, "--out", host.out]
+    words += ["--runner", f"runner={host.url}/vllm"]
+    monkeypatch.setattr(sys, "argv", ["metrics.py", *map(str, words)])
+    assert metrics.main() == 0
+    found = dict(metrics_of((host.out / metrics.FILE).read_text()))
+    assert not [name for name in found if '"cache"' in name or name.startswith("lmcache")]
+    labels = '{runner="runner",model_name="m",tier="1:fs"}'
+    assert found[f"vllm:kv_offload_tiering_chunk_hits_total{labels}"] == 32
+    settings = Settings(cache_kind="native", monitoring=True)
+    argv = monitoring.argv(settings, settings.paths)
+    assert "--cache" not in argv and "runner=http://127.0.0.1:8000" in argv
+
+
 def test_labels_are_few_and_nothing_secret_is_told(
     host: Host, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,7 +259,7 @@ def test_a_hard_link_loses_its_name_here_only_and_frees_nothing(tier: Path, tmp_
     args = pruner.parse(["once", "--tier", str(tier), "--limit-bytes", "9999999"])
     args.free_floor_bytes, args.headroom_bytes = 100 * KIB, 0
     file = pruner.File("ns-aa", "x.data", 1, 64 * KIB, 64 * KIB, 2, 0, 0)
-    scan = pruner.Scan([file, file._replace(links=1, used=5 * 10**9)], {}, Counter(), 90 * KIB)
+    scan = pruner.Scan([file, file._replace(links=1, used=5 * 10**9)], {}, Counter(), 90 * KIB, [])
     assert pruner.choose(scan, args, 0) == ([(f, "floor") for f in scan.files], False)
 
 

@@ -219,8 +219,8 @@ def test_a_unit_of_its_own_asks_its_own_runner() -> None:
 
 def test_which_files_go_with_a_runner_that_goes() -> None:
     gone = ("kvhost-runner-gone.service", "runner-gone.json", "vllm-gone.yaml")
-    stays = ("cache.json", "kvhost-runner.service", "model-digest", "runner.json", "vllm.yaml")
-    wanted = ("runner-second.json", "vllm-second.yaml")
+    stays = ("kvhost-runner.service", "model-digest", "runner.json")
+    wanted = ("cache.json", "runner-second.json", "vllm-second.yaml", "vllm.yaml")
     there = [f"/b/etc/{name}" for name in (*gone, *stays, *wanted)]
     there.append("/b/bin/runner-gone.json")
     found = left_over(there, [f"/b/etc/{name}" for name in wanted], "/b/etc")

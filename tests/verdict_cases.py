@@ -76,6 +76,8 @@ CASES: tuple[Case, ...] = (
         cause="files-touched",
         base="chunks-swapped-same-answer",
     ),
+    Case("real: vLLM's own tiering", "PASS", base="native-runner"),
+    Case("real: vLLM's own tiering, killed in a write", "PASS", base="native-kill"),
     # identity
     Case("cache not restarted", "INCONCLUSIVE", same_process("cache"), "not-restarted"),
     Case("runner not restarted", "INCONCLUSIVE", same_process("runner"), "not-restarted"),

@@ -22,7 +22,13 @@ from deploys.common.operations import (
     unknown_yet,
 )
 from deploys.common.own import own_files
-from deploys.common.rendered import cache_arguments, look, not_resolved, vllm_yaml
+from deploys.common.rendered import (
+    cache_arguments,
+    look,
+    not_resolved,
+    runner_arguments,
+    vllm_yaml,
+)
 from kvhost.llama import llama
 from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, model_path, proof_env, runner_env
 from kvhost.services.namespace import Namespace
@@ -57,7 +63,7 @@ def resolve(run: Run) -> Commands:
         (
             f"{run.env_dir}/bin/python", run.script("resolve"),
             "--config", config, "--out", "-", "--cache-args", json.dumps(cache_arguments(run)),
-            "--", *run.settings.runner_extra_args,
+            "--", *runner_arguments(run),
         ),
     )  # fmt: skip
     # the log of a good answer is long and says nothing: it is shown only when it went wrong

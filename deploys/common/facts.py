@@ -19,7 +19,9 @@ from deploys.common.sent import ONHOST, report_scripts, sent
 from kvhost.onhost import DRIVE_SCRIPTS
 
 #: what vLLM and LMCache load as a module: they lie in lib/ on the host
-LIBRARY = tuple(ONHOST / f"kvhost_{name}.py" for name in ("guard", "connector", "shared", "resp"))
+LIBRARY = tuple(
+    ONHOST / f"kvhost_{name}.py" for name in ("guard", "connector", "offload", "shared", "resp")
+)
 
 
 def scripts() -> list[Path]:

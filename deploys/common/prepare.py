@@ -107,7 +107,7 @@ def gather(settings: Settings) -> HostReport:
         | {*runner_packages(settings), *drive_packages(settings)}
     )
     apis = [one.settings.api_port for one in runners_of(settings)]
-    ports = (*apis, settings.cache_port, settings.cache_http_port)
+    ports = (*apis, *settings.cache_ports.values())
     argv = [
         "--base-dir", settings.base_dir, "--tier-dir", settings.resolved_tier_dir,
         "--service-user", settings.service_user, "--packages", ",".join(packages),
@@ -389,7 +389,7 @@ def predicted(receipt: Any, settings: Settings, lock: EngineLock) -> Mapping[str
         return None if engine != lock.digest else {**last, **llama.from_settings(settings)}
     changes: dict[str, Any] = {
         "chunk_size": settings.chunk_size,
-        "l2_adapter": settings.l2_adapter,
+        "l2_adapter": settings.tier_format,
         "extra_args": list(settings.runner_extra_args),
         "model_revision": settings.model_revision,
         "tensor_parallel": settings.tensor_parallel_size,

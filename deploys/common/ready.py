@@ -12,7 +12,7 @@ def ready_commands(run: Visit, *words: str) -> tuple[tuple[str, ...], ...]:
     return tuple(
         (
             *ready_argv(one.settings, run.paths, with_key=run.with_key, name=one.service),
-            *("--engines", str(workers(run))),
+            *engines(run),
             *words,
         )
         for one in runners_of(run.settings)
@@ -23,9 +23,11 @@ def ready_command(run: Visit, *words: str) -> tuple[str, ...]:
     """For the runner alone that the restart test asks."""
     one = asked_runner(run.settings)
     argv = ready_argv(one.settings, run.paths, with_key=run.with_key, name=one.service)
-    return (*argv, "--engines", str(workers(run)), *words)
+    return (*argv, *engines(run), *words)
 
 
-def workers(run: Visit) -> int:
-    """What registers with the cache server: each rank of each runner."""
-    return sum(one.ranks for one in runners_of(run.settings))
+def engines(run: Visit) -> tuple[str, ...]:
+    """What registers with the cache server, if there is one: each rank of each runner."""
+    if run.settings.native:
+        return ()
+    return ("--engines", str(sum(one.ranks for one in runners_of(run.settings))))

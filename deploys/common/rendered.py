@@ -16,6 +16,7 @@ from deploys.common.sent import ONHOST
 from kvhost.engine.locks import EngineLock
 from kvhost.llama import llama
 from kvhost.secrets import certificates
+from kvhost.services import native
 from kvhost.services.describe import Service, model_path, services, unit_file, vllm_config
 from kvhost.services.monitoring import program
 from kvhost.services.namespace import Namespace, input_digest, namespace_of
@@ -24,6 +25,8 @@ from kvhost.services.shared import ca_path
 from kvhost.services.units import unit_text
 from kvhost.settings import Settings
 
+#: in place of the namespace's digest, before it is known
+STAND_IN = "0" * 24
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(REPO / "templates"),
     undefined=jinja2.StrictUndefined,
@@ -65,9 +68,18 @@ def shared_texts(settings: Settings) -> dict[str, str]:
 
 def cache_arguments(run: Run) -> list[str]:
     """Those of `lmcache server`, or of another runner than vLLM itself, before the namespace is
-    known: its directory is a stand-in."""
+    known: its directory is a stand-in. None where vLLM keeps its cache itself."""
     (first, *_) = services_of(run)
+    if run.settings.native:
+        return []
     return list(first.argv[2:] if run.settings.runner == "vllm" else first.argv[1:])
+
+
+def runner_arguments(run: Run) -> list[str]:
+    """Those of `vllm serve` beside its configuration, with the same stand-in."""
+    stand_in, cuda = run.paths.namespace(STAND_IN), run.lock.cuda is not None
+    words = native.transfer_words(run.settings, stand_in, cuda=cuda) if run.settings.native else ()
+    return [*words, *run.settings.runner_extra_args]
 
 
 def gpus_of(settings: Settings, lock: EngineLock) -> int:
@@ -77,7 +89,7 @@ def gpus_of(settings: Settings, lock: EngineLock) -> int:
 
 def services_of(run: Run) -> tuple[Service, ...]:
     """The services before the namespace is known: its directory is a stand-in."""
-    stand_in = run.paths.namespace("0" * 24)
+    stand_in = run.paths.namespace(STAND_IN)
     gpus = gpus_of(run.settings, run.lock)
     return services(run.settings, run.paths, stand_in, with_key=run.with_key, gpus=gpus)
 
@@ -138,7 +150,7 @@ class Late:
             model_digest=self.model_digest,
             model_revision=run.settings.model_revision,
             chunk_size=run.settings.chunk_size,
-            l2_adapter=run.settings.l2_adapter,
+            l2_adapter=run.settings.tier_format,
             extra_args=run.settings.runner_extra_args,
         )
 
@@ -163,7 +175,7 @@ def resolved_path(run: Run, model_digest: str) -> str:
     """Where the engine's own word on this configuration lies."""
     name = input_digest(
         vllm_yaml(run) if run.settings.runner == "vllm" else "",
-        run.settings.runner_extra_args,
+        runner_arguments(run),
         model_digest,
         run.lock.digest,
         cache_args=cache_arguments(run),

@@ -59,13 +59,14 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
     paths, runner = run.paths, asked_runner(run.settings)
     settings = runner.settings
     api = api_url(settings)
-    names = {"cache": "cache", "runner": runner.service}
+    server = {} if settings.native else {"cache": "cache"}
+    names = {**server, "runner": runner.service}
     vocab_size = int((late.resolved or {})["vocab_size"])
     restart = ["python3", run.script("services"), "--base", paths.base_dir, "--user", run.user]
     return {
         "api_base": api,
         "metrics_url": f"{api}/metrics",
-        "cache_http": f"http://127.0.0.1:{settings.cache_http_port}",
+        "cache_http": f"http://127.0.0.1:{settings.cache_http_port}" if server else None,
         "model": served_name(settings),
         "api_key_file": api_key_path(paths) if run.with_key else None,
         "namespace_dir": late.namespace_dir(run),
@@ -79,11 +80,11 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
             for role, name in names.items()
         },
         # the reboot last: what comes before it must not have to survive it
-        "events": sorted(settings.verify_events, key=lambda event: event == "reboot"),
+        "events": sorted(settings.events, key=lambda event: event == "reboot"),
         "exact_numerics": run.lock.cuda is None,
         "heartbeat_s": settings.heartbeat_s,
-        # each rank writes a file of its own, and registers
-        "files_per_chunk": runner.ranks,
+        # at a cache server each rank writes a file of its own, and registers
+        "files_per_chunk": runner.ranks if server else 1,
         "others": [
             {
                 "metrics_url": f"{api_url(one.settings)}/metrics",
@@ -94,7 +95,7 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
             if one.service != runner.service
         ],
         "engines": sum(one.ranks for one in runners_of(run.settings)),
-        "other": other_pair(run, late) if "other" in settings.verify_events else None,
+        "other": other_pair(run, late) if "other" in settings.events else None,
         "prompt_tokens": settings.verify_prompt_tokens,
         "chunk_size": settings.chunk_size,
         "vocab": [SPECIAL_IDS, vocab_size - SPECIAL_IDS],

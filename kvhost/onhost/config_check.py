@@ -53,14 +53,31 @@ def runner_keys(parser: argparse.ArgumentParser, config: Mapping[str, Any]) -> l
     return unknown("vllm.yaml: option", given, options)
 
 
-def connector_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys of the connector that LMCache's integration never reads: they would be ignored."""
-    transfer = config.get("kv-transfer-config")
+def connector_keys(transfer: Any) -> list[str]:
+    """Keys of the connector that LMCache's integration, or vLLM's own tiering, never reads: they
+    would be ignored. ``transfer``: the value of --kv-transfer-config."""
     extra = transfer.get("kv_connector_extra_config") if isinstance(transfer, dict) else None
     if not isinstance(extra, dict):
         return []
+    if transfer.get("kv_connector") == "OffloadingConnector":
+        return offloading_keys(extra)
     known = words_of("lmcache.integration.vllm", r"lmcache\.mp\.[a-z0-9_]+")
     return unknown("vllm.yaml: kv_connector_extra_config:", extra, known)
+
+
+def offloading_keys(extra: Mapping[str, Any]) -> list[str]:
+    """The same of vLLM's OffloadingConnector and the file tiers below it."""
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+    known: set[str] = set()
+    for package in ("vllm.v1.kv_offload", "vllm.distributed.kv_transfer.kv_connector.v1"):
+        asked = words_of(package, r"extra_config(?:\.get\(|\[)\s*\"\w+\"")
+        known |= {word.split('"')[1] for word in asked}
+    found = unknown("--kv-transfer-config: kv_connector_extra_config:", extra, known)
+    takes = {"type", *inspect.signature(FileSystemTierManager.__init__).parameters}
+    for tier in extra.get("secondary_tiers", ()):
+        found += unknown("--kv-transfer-config: secondary_tiers:", tier, takes)
+    return found
 
 
 def adapter_keys(spec: Mapping[str, Any]) -> list[str]:

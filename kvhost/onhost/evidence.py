@@ -16,7 +16,9 @@ and asked), reboot (the last one: exit 4 asks for it; run again within an hour, 
 The config is one JSON object. All URLs are plain HTTP on this host; paths are absolute.
   api_base       str    URL of the runner; /health and /v1/completions are below it
   metrics_url    str    Prometheus page of the runner (vLLM)
-  cache_http     str    URL of the cache server; /healthcheck, /metrics, /version are below it
+  cache_http     str|null   URL of the cache server; /healthcheck, /metrics, /version are below it.
+                 null: vLLM keeps its cache itself, and its own page counts what its tiers found;
+                 "services" is the runner alone then, events are runner, kill, reboot
   model          str    served model name
   api_key_file   str|null   file that holds the API key
   namespace_dir  str    directory that L2 writes to

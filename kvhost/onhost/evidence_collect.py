@@ -41,6 +41,7 @@ LOG_LINES = {
     ),
     "runner": (
         "Using external LMCacheMPConnector",
+        "Created TieringOffloadingManager",
         "Registering kv caches",
         "Failed to import from vllm._C",
         "No compute backend loaded",
@@ -77,6 +78,8 @@ class Collector:
         self.seed = seed or secrets.token_hex(32)  # of the prompts, which are kept nowhere
         self.key: str | None = None
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        #: whether vLLM keeps its cache itself, without a cache server
+        self.native = config["cache_http"] is None
         self.mount = probe.mount_of(config["namespace_dir"])
         self.chunks = config["prompt_tokens"] // config["chunk_size"]
         self.small = min(SMALL_CHUNKS, self.chunks) if self.chunks >= 2 else 0
@@ -92,12 +95,13 @@ class Collector:
         self.logs: Json = {}
         shown = ("model", "prompt_tokens", "chunk_size", "max_tokens", "files_per_chunk", "warm")
         names = ("disrupt", "namespace_dir", "exact_numerics")
+        kind = {"native": self.native}
         empty = "refused interrupted written page_cache cleanup moved flushed killed resumed"
         self.evidence: Json = {
             "schema": SCHEMA,
             "started_unix": time.time(),
             "event": event,
-            "config": {key: config[key] for key in (*shown, *names)},
+            "config": {**{key: config[key] for key in (*shown, *names)}, **kind},
             "boot_id": probe.boot_id(),
             "filesystem": self.mount,
             "versions": {},
@@ -128,6 +132,8 @@ class Collector:
         return {"record": record, "proc": proc, "listens": holds}
 
     def scrape(self) -> Counters:
+        if self.native:
+            return self.scrape_tiers()
         pages: list[Json | None] = []
         for url, wanted in (
             (self.asked["metrics_url"], probe.VLLM),
@@ -138,6 +144,21 @@ class Collector:
             except (OSError, ValueError):
                 pages.append(None)
         return pages[0], pages[1]
+
+    def scrape_tiers(self) -> Counters:
+        """Both from the one page that there is."""
+        try:
+            text = self.get(self.asked["metrics_url"])
+            page = probe.parse_metrics(text, probe.VLLM)
+            return page, probe.tier_counters(text, self.config["chunk_size"])
+        except (OSError, ValueError):
+            return None, None
+
+    def reads(self, who: Json) -> Json | None:
+        """What was read by the process that reads the files."""
+        if self.native:
+            return probe.tree_reads(who["runner"]["pid"]) if who["runner"] else None
+        return probe.process_reads(who["cache"]["pid"]) if who["cache"] else None
 
     def own_requests(self, add: int = 0) -> int | None:
         """Requests of kvhost's own that this runner has had, ``add`` of them counted now."""
@@ -152,7 +173,8 @@ class Collector:
 
     def snapshot(self, counters: Counters | None = None) -> Json:
         vllm, cache = counters or self.scrape()
-        who = {name: self.identity(name)["proc"] for name in ("cache", "runner")}
+        names = self.config["services"]
+        who: Json = {"cache": None, **{name: self.identity(name)["proc"] for name in names}}
         files, _ = probe.scan(self.config["namespace_dir"])
         return {
             "unix": time.time(),
@@ -160,7 +182,7 @@ class Collector:
             "cache": cache,
             "own_requests": self.own_requests(),
             "processes": who,
-            "cache_reads": probe.process_reads(who["cache"]["pid"]) if who["cache"] else None,
+            "cache_reads": self.reads(who),
             "device_read_bytes": probe.device_reads(self.mount["device"]),
             "files": len(files),
             "bytes": sum(size for _, size, _ in files.values()),
@@ -266,7 +288,8 @@ class Collector:
                 page and (page[key] or 0) > ((old or {}).get(key) or 0)
                 for page, old, key in (
                     (now[0], before["vllm"], "requests_finished"),
-                    (now[1], before["cache"], "lookups"),
+                    # vLLM asks its tiers for nothing that its own memory has
+                    *(() if self.native else ((now[1], before["cache"], "lookups"),)),
                 )
             )
             if grew and now == last:

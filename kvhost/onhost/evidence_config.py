@@ -18,10 +18,11 @@ TIMEOUTS = {
     "flush_s": 900,
 }
 EVENTS = ("runner", "cache", "both", "kill", "other", "reboot")
+#: of these a cache server is a part
+WITH_SERVER = ("cache", "both", "other")
 REQUIRED = {
     "api_base": str,
     "metrics_url": str,
-    "cache_http": str,
     "model": str,
     "namespace_dir": str,
     "own_requests": str,
@@ -52,11 +53,16 @@ def load_config(path: str) -> Json:
         given = json.load(handle)
     if not isinstance(given, dict):
         raise ValueError("the config must be a JSON object")
-    wrong = [f"{key}: unknown" for key in given if key not in REQUIRED and key not in OPTIONAL]
+    known = {*REQUIRED, *OPTIONAL, "cache_http"}
+    wrong = [f"{key}: unknown" for key in given if key not in known]
     for key, kind in REQUIRED.items():
         if not isinstance(given.get(key), kind):
             wrong.append(f"{key}: a {kind.__name__} is needed, found {given.get(key)!r}")
-    for name in ("cache", "runner"):
+    server = given.get("cache_http", "") is not None  # null is said, never a slip of the pen
+    if not isinstance(given.get("cache_http", 0), (str, type(None))):
+        found = given.get("cache_http")
+        wrong.append(f"cache_http: a URL is needed, or null for no cache server, found {found!r}")
+    for name in ("cache", "runner") if server else ("runner",):
         service = (given.get("services") or {}).get(name)
         if not isinstance(service, dict) or not isinstance(service.get("record"), str):
             wrong.append(f"services.{name}.record: the path of the service's record is needed")
@@ -70,6 +76,8 @@ def load_config(path: str) -> Json:
         wrong.append(f"events: a list of {', '.join(EVENTS)} is needed, found {events!r}")
     elif len(set(events)) < len(events) or "reboot" in events[:-1]:
         wrong.append(f"events: each once, and reboot the last one, found {events}")
+    elif not server and set(events) & set(WITH_SERVER):
+        wrong.append(f"events: {', '.join(WITH_SERVER)} need a cache_http, found {events}")
     vocab = given.get("vocab")
     if isinstance(vocab, list) and (len(vocab) != 2 or not 0 <= vocab[0] < vocab[1]):
         wrong.append(f"vocab: [first, end) with 0 <= first < end is needed, found {vocab}")

@@ -35,6 +35,7 @@ else:  # on the host the files lie beside each other, in no package
     from evidence_restart import Services
     from evidence_steps import SIGNALS, Interrupted, InUse
 
+KILL_BOTH = "both services in a write, start them"
 ASIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "evidence_aside.py")
 
 
@@ -69,10 +70,11 @@ class Test(Services):
             path = service.get("log")
             found = probe.read_log(path) if path else None
             self.logs[name] = {"from": found[0] if found else 0, "to": None, "lines": []}
-        for name, url in (
-            ("vllm", self.asked["api_base"] + "/version"),
-            ("lmcache", self.asked["cache_http"] + "/version"),
-        ):
+        urls = {"vllm": self.asked["api_base"]}
+        if not self.native:
+            urls["lmcache"] = self.asked["cache_http"]
+        for name, base in urls.items():
+            url = base + "/version"
             with contextlib.suppress(OSError, ValueError):
                 found = json.loads(self.get(url))
                 version = found.get("version") if isinstance(found, dict) else found
@@ -182,7 +184,8 @@ class Test(Services):
     def middle(self) -> Iterator[bool]:
         """The event itself."""
         if self.event == "kill":
-            yield self.step("kill -9 both services in a write, start them", self.kill_midway)
+            whom = "the runner in a write, start it" if self.native else KILL_BOTH
+            yield self.step(f"kill -9 {whom}", self.kill_midway)
         if self.event == "reboot":
             self.step("flush the test's files to the drive", self.drop_pages)
             raise RebootNow
@@ -193,7 +196,7 @@ class Test(Services):
             yield self.step("restart the cache server", lambda: self.restart("cache"))
         if self.event in ("runner", "both"):
             yield self.step("restart the runner", lambda: self.restart("runner"))
-        if self.event == "runner":
+        if self.event == "runner" and not self.native:
             self.stays("cache")
         if self.event == "cache":
             yield self.step("the runner registers again", self.wait_registered)
@@ -208,11 +211,15 @@ class Test(Services):
         yield self.step("put back what a dead test has moved", self.heal)
         yield self.step("cold request, until it is written", lambda: self.cold("cold"))
         # the moved files of a cache server that goes on would not be missed: its memory answers
-        controls = ("half",) if self.event == "runner" else ("moved", "half")
+        controls = ("half",) if self.server_goes_on else ("moved", "half")
         for name in controls if self.small else ():
             self.step(f"cold request of a control: {name}", partial(self.cold, f"{name}_cold"))
         if self.config["warm"]:
             self.step("warm request", lambda: self.request("warm", self.prompt("cold"), 0))
+
+    @property
+    def server_goes_on(self) -> bool:
+        return self.event == "runner" and not self.native
 
     def cold(self, role: str) -> Json:
         return self.request(role, self.prompt(role), self.expected_of(role))
@@ -275,7 +282,7 @@ class Test(Services):
 
     def count_steps(self) -> int:
         """For the progress shown; a test that ends early does fewer."""
-        controls = 0 if not self.small else 2 if self.event == "runner" else 4
+        controls = 0 if not self.small else 2 if self.server_goes_on else 4
         middle = {"runner": 1, "cache": 3, "both": 2, "kill": 3, "reboot": 1, "other": 2}
         return 4 + controls + bool(self.config["warm"]) + middle[self.event] + 5
 
@@ -321,7 +328,7 @@ class Test(Services):
         started = time.monotonic()
 
         def both() -> Json:
-            for name in ("cache", "runner"):
+            for name in self.evidence["services"]:
                 self.evidence["services"][name]["restart"] = {"exit_code": 0, "ready_s": None}
                 self.wait_ready(name)
             waited = round(time.monotonic() - started, 2)

@@ -49,6 +49,29 @@ CACHE = {
     "l2_adapters": ("lmcache_mp_l2_prefetch_adapters", {"state": "active"}),
 }
 
+# vLLM's own tiering: chunks, by the tier that was asked; these appear with the first lookup
+_TIER = "vllm:kv_offload_tiering_"
+TIERS = {
+    "l1_queries": (_TIER + "chunk_queries_total", {"tier": "0:primary"}),
+    "l1_hits": (_TIER + "chunk_hits_total", {"tier": "0:primary"}),
+    "l2_hits": (_TIER + "chunk_hits_total", {"tier": "1:fs"}),
+    "l2_tier": (_TIER + "active_promotion_jobs", {"tier": "1:fs"}),
+}
+
+
+def tier_counters(text: str, chunk_size: int) -> Json:
+    """vLLM's page in the fields of a cache server's, chunks as tokens. A tier that found nothing
+    has no sample of hits; that a tier is there at all is seen by its gauge."""
+    found = parse_metrics(text, TIERS)
+    page: Json = dict.fromkeys(CACHE)
+    page["l2_adapters"] = None if found["l2_tier"] is None else 1.0
+    if found["l1_queries"] is None:
+        return page
+    l1, l2 = ((found[name] or 0.0) * chunk_size for name in ("l1_hits", "l2_hits"))
+    asked = found["l1_queries"]
+    page |= {"lookups": asked, "requested_tokens": asked * chunk_size}
+    return {**page, "hit_tokens": l1 + l2, "hit_l1_tokens": l1, "hit_l2_tokens": l2}
+
 
 def scrub(text: str, secret: str | None = None, limit: int = 300) -> str:
     """One line for the evidence: no colours, key or list of token ids, cut at ``limit``."""
@@ -222,6 +245,14 @@ def process_reads(pid: int) -> Json | None:
         return {"rchar": int(rows["rchar"]), "read_bytes": int(rows["read_bytes"])}
     except (OSError, ValueError, KeyError):
         return None
+
+
+def tree_reads(pid: int) -> Json | None:
+    """The same of a process and its descendants; None where one cannot be read."""
+    found = [process_reads(one) for one in tree(pid)]
+    if None in found:
+        return None
+    return {key: sum(row[key] for row in found if row) for key in ("rchar", "read_bytes")}
 
 
 def mount_of(path: str) -> Json:

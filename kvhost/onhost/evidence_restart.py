@@ -141,7 +141,7 @@ class Services(Collector):
         return dict(result)
 
     def kill_midway(self) -> Json:
-        """Sends a prompt, kills both services while its KV is written, starts them again."""
+        """Sends a prompt, kills the services while its KV is written, starts them again."""
         prompt = self.prompt("killed")
         result = self.blank("killed", prompt)
         before, _ = probe.scan(self.config["namespace_dir"])
@@ -159,7 +159,9 @@ class Services(Collector):
         entry: Json = {"pids": [], "files": 0, "expected_files": expected, "kept": None}
         self.evidence["killed"] = entry
         services = self.evidence["services"]
-        trees = {n: probe.tree(services[n]["before"]["record"]["pid"]) for n in ("runner", "cache")}
+        # the cache server first, where there is one: it is what writes
+        names = [name for name in ("cache", "runner") if name in services]
+        trees = [probe.tree(services[name]["before"]["record"]["pid"]) for name in names]
         asking.start()
         deadline = time.monotonic() + self.limits["request_s"]
         while time.monotonic() < deadline:
@@ -168,17 +170,17 @@ class Services(Collector):
                 break
             time.sleep(0.002)
         with finishing_first():
-            for pid in (*trees["cache"], *trees["runner"]):
+            for pid in (pid for pids in trees for pid in pids):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     entry["pids"].append(pid)
             asking.join(30)
             whole = self.close_window()
             entry["files"] = len(whole)
-            for name in ("cache", "runner"):
+            for name in names:
                 services[name]["restart"] = {"exit_code": None, "ready_s": None}
                 self.command(name)
-        for name in ("cache", "runner"):
+        for name in names:
             self.wait_ready(name)
         now, _ = probe.scan(self.config["namespace_dir"])
         entry["kept"] = sum(now.get(name) == info for name, info in whole.items())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the figures of this host into a file for the textfile collector of node_exporter.
 
-    metrics.py --base DIR --tier DIR --out DIR --cache URL [--runner NAME=URL …] [--loop S]
+    metrics.py --base DIR --tier DIR --out DIR [--cache URL] [--runner NAME=URL …] [--loop S]
 
 The tier and its limit, the pruner's last run, the last verdict, which services answer, the drive's
 health, and of the pages of the runners and of the cache server the few series that alerts and
@@ -55,6 +55,12 @@ VLLM = (
     "vllm:prompt_tokens_by_source_total",
     "vllm:request_success_total",
 )
+#: and of its own tiering, where there is no cache server: chunks, and loads that failed
+TIERING = (
+    "vllm:kv_offload_tiering_chunk_hits_total",
+    "vllm:kv_offload_tiering_chunk_queries_total",
+    "vllm:kv_offload_tiering_promotion_job_failures_total",
+)
 #: and of LMCache 0.5.6; these begin with the first lookup or store
 LMCACHE = (
     "lmcache_mp_lookup_hit_l1_tokens_total",
@@ -66,7 +72,7 @@ LMCACHE = (
 )
 #: labels of vLLM's that are kept; series that differ in others only are added up. None of
 #: LMCache's: one is a tenant's cache_salt, one the path of the model
-LABELS = ("finished_reason", "model_name", "source")
+LABELS = ("finished_reason", "model_name", "source", "tier")
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.M)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -139,7 +145,7 @@ def fetch(url: str) -> str:
 def passed_on(page: str, runner: str | None) -> list[Sample]:
     """Series of the page of a runner, with its name as a label, or of the cache server's."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    names, allowed = (LMCACHE, ()) if runner is None else (VLLM, LABELS)
+    names, allowed = (LMCACHE, ()) if runner is None else ((*VLLM, *TIERING), LABELS)
     more = () if runner is None else (("runner", runner),)
     for name, labels, value in SAMPLE.findall(page):
         if name not in names:
@@ -256,7 +262,8 @@ class Collector:
     def collect(self) -> list[Sample]:
         args = self.args
         found = self.read("pruner", tier(args.base)) + self.read("verdict", verdict(args.base))
-        for name, url in (("cache", args.cache), *args.runner):
+        server = (("cache", args.cache),) if args.cache else ()
+        for name, url in (*server, *args.runner):
             answers, samples = self.page(name, url)
             found += samples + list(service(args.base, name, answers=answers))
         found += service(args.base, "pruner", answers=True)
@@ -312,7 +319,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="kvhost's directory")
     parser.add_argument("--tier", required=True, help="the tier's directory")
     parser.add_argument("--out", required=True, help=f"directory for {FILE}")
-    parser.add_argument("--cache", required=True, help="URL of the cache server")
+    parser.add_argument("--cache", help="URL of the cache server, if there is one")
     parser.add_argument("--runner", action="append", type=runner, default=[], metavar="NAME=URL")
     parser.add_argument("--loop", type=float, help="seconds from pass to pass; without it, one")
     args = parser.parse_args()

@@ -2,9 +2,11 @@
 """Keep the directory of KV cache files (the tier) within its limit, beside a live cache server.
 
 The tier holds ``ns-<hex>/``, one directory a namespace, each with the L2 files of one ``lmcache
-server``. Its adapters ``fs`` and ``fs_native`` look for a file at every lookup and write to a
-temporary name first, so a file may vanish at any time: its tokens are computed again.
-Promise: above the limit for at most one interval. Only names of files are removed, no directories.
+server``, or those of vLLM's own file tier in ``MODEL_rRANK/HHH/HH_gGROUP/HASH.bin``. LMCache's
+adapters ``fs`` and ``fs_native`` and vLLM look for a file at every lookup and write to a temporary
+name first, so a file may vanish at any time: its tokens are computed again.
+Promise: above the limit for at most one interval. Only names of files are removed; of directories
+only vLLM's empty ones, by a sweep, when nobody writes.
 
 Order: namespaces that are not ``--current``, the one unused for longest first; then files by last
 use. Files used in the same 2 s are taken as one prompt's, and of those the newest goes first: the
@@ -17,7 +19,7 @@ counts (Linux, ``relatime_need_update``). Each scan does so for files read since
 is exact to one interval. Where access times stand still (noatime, NFS) it is first in, first out.
 
 Hard links: the name in the tier goes, the other stays; counted for the limit, not as space won.
-Hidden files, sub-directories, symbolic links and other mounts are left alone, and reported.
+Hidden files, other sub-directories, symbolic links and other mounts are left alone, and reported.
 
 Exit codes: 0 done; 1 files could not be removed; 2 usage; 3 refused; 4 another pruner held the lock
 for 30 s; 5 nothing is left to remove and the limit or the floor is still crossed.
@@ -36,12 +38,19 @@ import stat
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 MARKER = ".kvhost-tier"
 METADATA = ".kvhost-namespace.json"  # {"chunk_bytes": size of each file | null}
 NAMESPACE = re.compile(r"ns-[0-9a-f]+\Z")
+#: directories of vLLM's file tier by their depth below a namespace, and the files in the last
+#: (vllm/v1/kv_offload/file_mapper.py, 0.32.0; the suffix of a temporary file is a random number)
+VLLM_DIRS = tuple(map(re.compile, (r".+_r\d+\Z", r"[0-9a-f]{3}\Z", r"[0-9a-f]{2}_g\d+\Z")))
+VLLM_FILE = re.compile(r"[0-9a-f]+\.bin(_\d+\.tmp)?\Z")
+#: holds what vLLM says of its own digest, config.json, and nothing else
+VLLM_ABOUT = re.compile(r".+_[0-9a-f]{12}\Z")
 POLL_S = 0.1
 LOCK_WAIT_S = 30.0
 PROBE_EVERY_S = 600.0
@@ -52,6 +61,7 @@ AGREEING = 0.9
 STRICT = "lru (access times move with every read)"
 REARMED = "lru (relatime, re-armed at each scan: exact to one interval)"
 FIFO = "fifo (access times do not move here)"
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 Status = dict[str, Any]
 
 
@@ -64,7 +74,8 @@ class Busy(Exception):
 
 
 class File(NamedTuple):
-    """One L2 file: sizes in bytes (``size`` is allocated), times in ns since the epoch."""
+    """One L2 file: sizes in bytes (``size`` is allocated), times in ns since the epoch. ``name`` is
+    its path below the namespace."""
 
     namespace: str
     name: str
@@ -77,12 +88,17 @@ class File(NamedTuple):
 
     @property
     def temporary(self) -> bool:
-        # fs, fs_native: X.tmp for X.data; nixl_store_dynamic: X.bin.tmp.<hex> (lmcache 0.5.6)
+        # fs, fs_native: X.tmp for X.data; nixl_store_dynamic: X.bin.tmp.<hex> (lmcache 0.5.6);
+        # vLLM: X.bin_<number>.tmp
         return self.name.endswith(".tmp") or ".tmp." in self.name
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Files of one kind have one size: fs names MODEL@RANK@OBJECTGROUP@HASH.data."""
+        """Files of one kind have one size: fs names MODEL@RANK@OBJECTGROUP@HASH.data, vLLM
+        MODEL_rRANK/HHH/HH_gGROUP/HASH.bin."""
+        if "/" in self.name:
+            model, _, group, _ = self.name.split("/")
+            return (self.namespace, model, group.partition("_")[2])
         return (self.namespace, *self.name.split("@")[1:3])
 
 
@@ -96,6 +112,8 @@ class Scan(NamedTuple):
     declared: dict[str, int | None]
     left_alone: Counter[str]
     free: int
+    #: (namespace, path below it) of vLLM's directories that hold nothing, deepest first
+    empty: list[tuple[str, str]]
 
     @property
     def usage(self) -> int:
@@ -109,6 +127,7 @@ class Tier:
         """Raises Refused for a directory that may not be pruned, Busy when it is locked."""
         self.stack = stack
         self.namespaces: dict[str, int] = {}
+        self.mounts = mounts_below(path)
         try:  # normpath: with a slash at its end O_NOFOLLOW would follow the link
             self.root = self._open(os.path.normpath(path), os.O_RDONLY | os.O_DIRECTORY)
         except OSError as why:
@@ -165,7 +184,7 @@ class Tier:
     def scan(self, policy: str, *, rearm: bool) -> Scan:
         """Look at every file of every namespace once."""
         now = time.time()
-        found = Scan([], {}, Counter(), free_bytes(self.root))
+        found = Scan([], {}, Counter(), free_bytes(self.root), [])
         with os.scandir(self.root) as entries:
             names = sorted(e.name for e in entries if NAMESPACE.match(e.name))
         found.left_alone.update(filter(None, map(self._enter, names)))
@@ -177,37 +196,84 @@ class Tier:
                 pass
             except (OSError, ValueError, KeyError, TypeError):
                 found.left_alone[f"{METADATA} that makes no sense"] += 1
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    try:
-                        st = entry.stat(follow_symlinks=False)
-                        if not stat.S_ISREG(st.st_mode):
-                            found.left_alone["not a regular file"] += 1
-                            continue
-                        found.files.append(_file(namespace, entry.name, st, policy, now))
-                        # A read between stat and utime loses nothing: it would move no time.
-                        if rearm and st.st_atime_ns > max(st.st_mtime_ns, st.st_ctime_ns):
-                            times = (st.st_atime_ns, st.st_mtime_ns)
-                            os.utime(entry.name, ns=times, dir_fd=fd, follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    except PermissionError:
-                        found.left_alone["times of another owner's file"] += 1
+            self._scan_directory(found, namespace, "", fd, (policy, rearm, now))
         return found
+
+    def _scan_directory(
+        self, found: Scan, namespace: str, above: str, fd: int, how: tuple[str, bool, float]
+    ) -> int:
+        """Look at what lies in ``above`` ("" or a path that ends in "/"); the number of names."""
+        policy, rearm, now = how
+        depth, names = above.count("/"), 0
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                names += 1
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    st = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(st.st_mode) and depth < len(VLLM_DIRS):
+                        names -= self._scan_below(found, namespace, above, entry.name, fd, how)
+                        continue
+                    if not stat.S_ISREG(st.st_mode):
+                        found.left_alone["not a regular file"] += 1
+                        continue
+                    if above and not (depth == len(VLLM_DIRS) and VLLM_FILE.match(entry.name)):
+                        found.left_alone["not a file of vLLM's tier"] += 1
+                        continue
+                    found.files.append(_file(namespace, above + entry.name, st, policy, now))
+                    # A read between stat and utime loses nothing: it would move no time.
+                    if rearm and st.st_atime_ns > max(st.st_mtime_ns, st.st_ctime_ns):
+                        times = (st.st_atime_ns, st.st_mtime_ns)
+                        os.utime(entry.name, ns=times, dir_fd=fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                except PermissionError:
+                    found.left_alone["times of another owner's file"] += 1
+        return names
+
+    def _scan_below(
+        self,
+        found: Scan,
+        namespace: str,
+        above: str,
+        name: str,
+        fd: int,
+        how: tuple[str, bool, float],
+    ) -> bool:
+        """A directory of vLLM's tier; True if nothing is in it. Others are left alone."""
+        if not VLLM_DIRS[above.count("/")].match(name):
+            if above or not VLLM_ABOUT.match(name):
+                found.left_alone["not a regular file"] += 1
+            return False
+        try:
+            below = os.open(name, DIRECTORY, dir_fd=fd)
+        except OSError as why:
+            found.left_alone[f"directory that does not open ({why.strerror})"] += 1
+            return False
+        try:
+            if f"{namespace}/{above}{name}" in self.mounts or not _same_device(below, fd):
+                found.left_alone["directory on another mount"] += 1
+                return False
+            here = f"{above}{name}/"
+            empty = self._scan_directory(found, namespace, here, below, how) == 0
+        finally:
+            os.close(below)
+        if empty:
+            found.empty.append((namespace, here[:-1]))
+        return empty
 
     def remove(self, victims: list[Victim], policy: str) -> tuple[list[Victim], Counter[str]]:
         """Unlink; returns what went, and the errors. A file used since the scan stays."""
         gone: list[Victim] = []
         errors: Counter[str] = Counter()
         for victim, reason in victims:
-            fd = self.namespaces[victim.namespace]
             try:
-                st = os.stat(victim.name, dir_fd=fd, follow_symlinks=False)
-                if st.st_ino != victim.inode or _used(st, policy) != victim.used:
-                    continue
-                os.unlink(victim.name, dir_fd=fd)
+                with self._parent(victim.namespace, victim.name) as (fd, name):
+                    st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if st.st_ino != victim.inode or _used(st, policy) != victim.used:
+                        continue
+                    os.unlink(name, dir_fd=fd)
             except FileNotFoundError:
                 continue
             except OSError as why:
@@ -215,6 +281,27 @@ class Tier:
                 continue
             gone.append((victim, reason))
         return gone, errors
+
+    @contextlib.contextmanager
+    def _parent(self, namespace: str, path: str) -> Iterator[tuple[int, str]]:
+        """(descriptor of the directory, last name) of a path below a namespace; no link is
+        followed on the way. Raises OSError."""
+        *folders, name = path.split("/")
+        fd = self.namespaces[namespace]
+        with contextlib.ExitStack() as opened:
+            for folder in folders:
+                fd = os.open(folder, DIRECTORY, dir_fd=fd)
+                opened.callback(os.close, fd)
+            yield fd, name
+
+    def remove_empty(self, empty: list[tuple[str, str]]) -> int:
+        """Directories of vLLM's that hold nothing; how many went. One that is in use stays."""
+        gone = 0
+        for namespace, path in empty:
+            with contextlib.suppress(OSError), self._parent(namespace, path) as (fd, name):
+                os.rmdir(name, dir_fd=fd)
+                gone += 1
+        return gone
 
     def probe(self) -> str:
         """Find out whether reading moves the access time of a file in this directory."""
@@ -245,6 +332,28 @@ def _place(fd: int) -> tuple[int, str]:
     """Device and mount of a directory: a bind mount keeps the device, only the mount's id tells."""
     lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
     return os.fstat(fd).st_dev, next((line for line in lines if line.startswith("mnt_id")), "")
+
+
+def above(gone: list[Victim]) -> list[tuple[str, str]]:
+    """The directories that files lay in which are gone, as Scan.empty has them."""
+    found = {
+        (f.namespace, f.name.rsplit("/", up)[0])
+        for f, _ in gone
+        for up in range(1, f.name.count("/") + 1)
+    }
+    return sorted(found, key=lambda one: -one[1].count("/"))
+
+
+def _same_device(one: int, other: int) -> bool:
+    return os.fstat(one).st_dev == os.fstat(other).st_dev
+
+
+def mounts_below(path: str) -> frozenset[str]:
+    """Mount points below a directory, as paths relative to it: a bind mount keeps the device."""
+    top = os.path.realpath(path).rstrip("/") + "/"
+    rows = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    points = (row.split()[4].replace("\\040", " ") for row in rows)
+    return frozenset(point[len(top) :] for point in points if point.startswith(top))
 
 
 def _used(st: os.stat_result, policy: str) -> int:
@@ -412,6 +521,8 @@ class Pruner:
             else:
                 victims, short = choose(scan, args, time.time_ns())
             gone, errors = ([], {}) if dry else tier.remove(victims, self.policy)
+            if args.command == "sweep" and not dry:
+                tier.remove_empty([*above(gone), *scan.empty])
         freed = sum(f.size for f, _ in gone)
         for f, reason in gone:
             self.removed[reason].update(files=1, bytes=f.size)

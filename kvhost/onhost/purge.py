@@ -9,7 +9,9 @@ one); several narrow each other. `look` without any shows all.
 LMCache 0.5.6 names a file MODEL@RANK@GROUP@HASH[@SALT].data, with "-SEP-" for "/" in MODEL, so the
 salt stands in it in clear; only its digest is ever shown or passed. The memory of the cache server
 and of the engine cannot be cleared by tenant: both are stopped first, the shared memory is swept,
-and they are started again. Removing is unlinking: the blocks on the disk are not overwritten.
+and they are started again. vLLM's own tier has files in MODEL_DIGEST_rRANK/, "_" for "/" in MODEL;
+their salt is in a hash, so that no tenant of them can be told, and is refused. Removing is
+unlinking: the blocks on the disk are not overwritten.
 Exit: 0 done, 1 not, or not all (why, stderr).
 """
 
@@ -25,9 +27,14 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost.pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
+else:  # it lies beside this file on a host, where there is no package kvhost
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services/describe.py)
@@ -55,7 +62,11 @@ def parse(name: str) -> tuple[str | None, str | None]:
 
     >>> parse("org-SEP-m@01@0@ab@s.data")[0], parse("m@01@0@ab.data")
     ('org/m', ('m', '-'))
+    >>> parse("_srv_m_0123456789ab_r0/abc/de_g0/ff.bin")
+    ('_srv_m', None)
     """
+    if "/" in name:
+        return name.partition("/")[0].rpartition("_r")[0].rpartition("_")[0], None
     stem, ending = os.path.splitext(name)
     parts = stem.split("@")
     if ending not in ENDINGS or len(parts) not in (4, 5):
@@ -72,8 +83,10 @@ def is_model(model: str | None, wanted: str) -> bool:
     last = model.rstrip("/").rpartition("/")[2]
     hub = wanted.replace("/", "--") + "--"  # models/OWNER--NAME--REVISION
     by_hub = "/" in wanted and last.startswith(hub)
-    builtin = wanted == "builtin" and last.startswith("builtin-")
-    return wanted in (model, last) or by_hub or builtin
+    builtin = wanted == "builtin" and (last.startswith("builtin-") or "_builtin-" in last)
+    # as vLLM's own tier names it: a path in which "/" is "_"
+    flat = wanted.startswith("/") and model == wanted.replace("/", "_")
+    return wanted in (model, last) or by_hub or builtin or flat
 
 
 class Tier:
@@ -94,18 +107,48 @@ class Tier:
 
     def rows(self, opened: dict[str, int]) -> Iterator[Row]:
         for namespace, fd in opened.items():
-            for name in sorted(os.listdir(fd)):
-                try:
-                    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                except FileNotFoundError:  # pruned meanwhile
-                    continue
-                if name.startswith(".") or not stat.S_ISREG(found.st_mode):
-                    continue
+            for name, found in files_below(fd):
                 yield Row(namespace, name, found.st_blocks * 512, *parse(name))
 
 
+def files_below(fd: int, above: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """(path below the namespace, stat) of the files of a cache; of vLLM's directories too."""
+    depth = above.count("/")
+    for name in sorted(os.listdir(fd)):
+        try:
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if name.startswith("."):
+                continue
+            if stat.S_ISREG(found.st_mode) and (not above or VLLM_FILE.match(name)):
+                yield above + name, found
+            elif stat.S_ISDIR(found.st_mode) and depth < 3 and VLLM_DIRS[depth].match(name):
+                with opened(name, fd) as below:
+                    yield from files_below(below, f"{above}{name}/")
+        except FileNotFoundError:  # pruned meanwhile
+            continue
+
+
+@contextlib.contextmanager
+def opened(path: str, fd: int) -> Iterator[int]:
+    """A directory below another one, no link followed on the way. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        for part in filter(None, path.split("/")):
+            fd = os.open(part, DIRECTORY, dir_fd=fd)
+            stack.callback(os.close, fd)
+        yield fd
+
+
 def chosen(rows: list[Row], args: argparse.Namespace) -> list[Row]:
-    """Of a namespace every file; of a model or tenant those whose name says so."""
+    """Of a namespace every file; of a model or tenant those whose name says so. Raises Trouble for
+    a tenant where files may be of any."""
+    mute = {row.namespace for row in rows if "/" in row.name}
+    if args.namespace is not None:
+        mute &= {args.namespace}
+    if args.tenant_sha256 is not None and mute:
+        raise Trouble(
+            f"the files of vLLM's own tier do not tell tenants ({', '.join(sorted(mute))}): "
+            "purge the namespace"
+        )
     return [
         row
         for row in rows
@@ -126,10 +169,14 @@ def spec(base: str, name: str) -> Data:
 
 
 def current(base: str) -> str | None:
-    """The namespace that the cache server, or llama-server, writes to."""
+    """The namespace that is written to, by the cache server or by the runner itself."""
     argv = spec(base, "runner").get("argv", [])
-    if "--slot-save-path" in argv:
+    if "--slot-save-path" in argv:  # llama-server
         return os.path.basename(str(argv[argv.index("--slot-save-path") + 1]))
+    if "--kv-transfer-config" in argv:  # vLLM's own tiering
+        config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+        tier = config["kv_connector_extra_config"]["secondary_tiers"][0]
+        return os.path.basename(str(tier["root_dir"]))
     argv = spec(base, "cache").get("argv", [])
     if "--l2-adapter" not in argv:
         return None
@@ -208,7 +255,9 @@ def known(args: argparse.Namespace, tier: Tier, opened: Any) -> None:
     if args.namespace is not None and args.namespace not in opened:
         there = ", ".join(sorted(opened)) or "none"
         raise Trouble(f"no namespace {args.namespace} in {args.tier}; there is: {there}")
-    models = {row.model for row in tier.rows(opened) if row.model is not None}
+    rows = list(tier.rows(opened))
+    chosen(rows, args)  # before a service is stopped for nothing
+    models = {row.model for row in rows if row.model is not None}
     served = spec(args.base, "runner").get("argv", [])  # its KV may be in memory alone
     if args.model is not None and not any(is_model(one, args.model) for one in (*models, *served)):
         there = ", ".join(sorted(models)) or "none"
@@ -219,9 +268,9 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
     """Stops what holds KV in memory, unlinks, sweeps, and starts again what ran."""
     stopped: list[str] = []
     held_by: dict[str, bool] = {}
-    opened = tier.namespaces()
+    namespaces = tier.namespaces()
     now = current(args.base)
-    known(args, tier, opened)
+    known(args, tier, namespaces)
     # memory may hold what the tier no longer does: the files say nothing about that
     if args.namespace in (None, now):
         held_by = holders(args)
@@ -229,17 +278,19 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
         if services(args, "stop", *held_by).returncode != 0:
             raise Trouble("the services could not be stopped: nothing was removed")
     try:
-        gone = chosen(list(tier.rows(opened)), args)
+        gone = chosen(list(tier.rows(namespaces)), args)
         for row in gone:
             with contextlib.suppress(FileNotFoundError):  # the pruner was faster
-                os.unlink(row.name, dir_fd=opened[row.namespace])
-        for fd in opened.values():
+                folder, _, name = row.name.rpartition("/")
+                with opened(folder, namespaces[row.namespace]) as where:
+                    os.unlink(name, dir_fd=where)
+        for fd in namespaces.values():
             os.fsync(fd)
-        if args.namespace is not None and args.namespace != now and args.namespace in opened:
-            drop(tier, args.namespace, opened[args.namespace])
-            del opened[args.namespace]
+        if args.namespace is not None and args.namespace != now and args.namespace in namespaces:
+            drop(tier, args.namespace, namespaces[args.namespace])
+            del namespaces[args.namespace]
         held = sweep(args, held_by) if held_by else []
-        left = chosen(list(tier.rows(opened)), args)
+        left = chosen(list(tier.rows(namespaces)), args)
     finally:
         failed = stopped and services(args, "start", *reversed(stopped)).returncode != 0
     if failed:
@@ -263,8 +314,24 @@ def drop(tier: Tier, name: str, fd: int) -> None:
     for own in os.listdir(fd):
         if own.startswith(".kvhost"):
             os.unlink(own, dir_fd=fd)
+    drop_empty(fd)
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=tier.root)
+
+
+def drop_empty(fd: int, depth: int = 0) -> None:
+    """vLLM's directories that hold nothing any more, and what it says of its digest."""
+    for name in os.listdir(fd):
+        about = depth == 0 and VLLM_ABOUT.match(name)
+        if not about and not (depth < 3 and VLLM_DIRS[depth].match(name)):
+            continue
+        with contextlib.suppress(OSError):  # it is none, or something else lies in it
+            with opened(name, fd) as below:
+                if about:
+                    os.unlink("config.json", dir_fd=below)
+                else:
+                    drop_empty(below, depth + 1)
+            os.rmdir(name, dir_fd=fd)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 
 Ready means: the cache server is healthy, vLLM is registered with it, and one token was generated;
 with --health-only (llama-server, in whose slots a token would take the place of a saved prompt),
-that it says of itself that it is ready.
+that it says of itself that it is ready. Without --cache there is no cache server to be asked.
 A service that fails meanwhile is shown at once with its last log lines (launch.py writes why into
 run/NAME.failed); the second failure of one ends the wait, long before a time-out would.
 `--once` asks a single time, generates nothing, and prints JSON. Exit: 0 ready, 1 not.
@@ -76,6 +76,7 @@ class Server:
         self.base: str = args.base
         self.api: str | None = args.api.rstrip("/") if args.api else None
         self.cache: str | None = args.cache.rstrip("/") if args.cache else None
+        self.health_only: bool = args.health_only
         self.model: str = args.model
         self.runner: str = args.runner
         self.engines: int = args.engines
@@ -93,23 +94,18 @@ class Server:
 
     def missing(self, generate: bool) -> str | None:
         """What is still missing, in words; None when the server is ready."""
-        if self.cache is None:
+        if self.health_only:
             return self.unhealthy("llama-server")
-        status, text = call(self.cache + "/healthcheck", timeout=5)
-        if status != 200:
-            return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
+        if self.cache is not None:
+            status, text = call(self.cache + "/healthcheck", timeout=5)
+            if status != 200:
+                return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
         if self.api is None:
             return None
         if (why := self.unhealthy("vLLM")) is not None:
             return why
-        status, text = call(self.cache + "/status", timeout=5)
-        try:
-            found = registered(json.loads(text)) if status == 200 else None
-            if found is not None and found < self.engines:
-                some = f", {found} of {self.engines}" if self.engines > 1 else ""
-                return f"vLLM's registration with the cache server{some}"
-        except ValueError:
-            return f"the cache server's status: not JSON: {text.strip()[:200]}"
+        if self.cache is not None and (missing := self.unregistered(self.cache)):
+            return missing
         if not generate:
             return None
         # a single token of prompt: nothing of it is worth a place in the cache
@@ -119,6 +115,18 @@ class Server:
             count_own_request(self.base, self.runner)
             return None
         return f"a first token: HTTP {status} {text.strip()[:200]}"
+
+    def unregistered(self, cache: str) -> str | None:
+        """What is missing of the engines' registrations with the cache server, in words."""
+        status, text = call(cache + "/status", timeout=5)
+        try:
+            found = registered(json.loads(text)) if status == 200 else None
+        except ValueError:
+            return f"the cache server's status: not JSON: {text.strip()[:200]}"
+        if found is not None and found < self.engines:
+            some = f", {found} of {self.engines}" if self.engines > 1 else ""
+            return f"vLLM's registration with the cache server{some}"
+        return None
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -239,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True)
     parser.add_argument("--api", help="base URL of vLLM; without it only the cache server is asked")
-    parser.add_argument("--cache", help="base URL of the cache server's HTTP port")
+    parser.add_argument("--cache", help="base URL of the cache server's HTTP port, if there is one")
     parser.add_argument("--health-only", action="store_true", help="of a runner alone: "
                         "no more than whether it is healthy")  # fmt: skip
     parser.add_argument("--model", help="served model name")
@@ -252,8 +260,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.api and not args.model:
         parser.error("--api needs --model")
-    if bool(args.cache) == args.health_only or not (args.cache or args.api):
-        parser.error("either --cache, or --api with --health-only")
+    if not (args.cache or args.api) or (args.health_only and (args.cache or not args.api)):
+        parser.error("--api, --cache or both; --api alone with --health-only")
     try:
         server = Server(args)
     except (OSError, ValueError) as error:

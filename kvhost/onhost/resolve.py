@@ -49,7 +49,7 @@ def resolved(path: str, extra: list[str], cache_args: list[str]) -> dict[str, An
         raise Refused(f"{path} is not a mapping of options to values")
     parser = make_arg_parser(FlexibleArgumentParser())
     wrong = config_check.runner_keys(parser, config)
-    wrong += config_check.connector_keys(config)
+    wrong += config_check.connector_keys(transfer_config(config, extra))
     wrong += config_check.environment_names(os.environ)
     if cache_args:
         wrong += config_check.cache_arguments(cache_args)
@@ -82,6 +82,14 @@ def resolved(path: str, extra: list[str], cache_args: list[str]) -> dict[str, An
         },
         "machine": platform.machine(),
     }
+
+
+def transfer_config(config: dict[str, Any], extra: list[str]) -> Any:
+    """That of the configuration, or of the arguments; None without any. Raises ValueError."""
+    word = "--kv-transfer-config"
+    if word in extra[:-1]:
+        return json.loads(extra[extra.index(word) + 1])
+    return config.get(word[2:])
 
 
 def write(path: str, answer: dict[str, Any], stdout: int) -> None:

@@ -151,6 +151,8 @@ class Systemd:
             say(f"taking {unit(name)} away: it is in the settings no more")
             self.call("systemctl", "disable", "--quiet", "--now", unit(name))
             os.unlink(os.path.join(PLACE, unit(name)))
+        if "cache" in names:
+            self.open_ports()
         if names:
             self.call("systemctl", "daemon-reload")
             self.call("systemctl", "reset-failed", *map(unit, names), ok=False)
@@ -181,6 +183,10 @@ class Systemd:
         off = [name for name, row in self.rows().items() if row["UnitFileState"] != "enabled"]
         if off:
             self.call("systemctl", "enable", "--quiet", *map(unit, off))
+
+    def open_ports(self) -> None:
+        """The table of nftables that closed the cache server's ports goes with it."""
+        self.call("python3", self.host.path("bin", "close_ports.py"), "--remove", ok=False)
 
     def up(self) -> None:
         if any(read(os.path.join(PLACE, unit(name))) is None for name in self.host.order):
@@ -247,6 +253,6 @@ class Systemd:
                 os.unlink(path)
         self.call("systemctl", "daemon-reload")
         self.call("systemctl", "reset-failed", *map(unit, self.host.order), ok=False)
-        self.call("python3", self.host.path("bin", "close_ports.py"), "--remove", ok=False)
+        self.open_ports()
         if not wait_until(lambda: not self.host.supervisors(), 5):
             Supervisord(self.host).shutdown()

@@ -11,6 +11,7 @@ from kvhost.engine.matrix import PAIR, LockInfo, Matrix, ProgramInfo
 from kvhost.plan.host import nvidia
 from kvhost.plan.types import Refusal
 from kvhost.report import HostReport
+from kvhost.services.native import VLLM_TRIED
 from kvhost.settings import Settings
 
 Choice = tuple[LockInfo | ProgramInfo, tuple[Refusal, ...]]
@@ -148,6 +149,15 @@ def _kind(
 
 
 def _wheel(settings: Settings, found: LockInfo) -> Iterator[Refusal]:
+    if settings.native and not found.vllm.startswith(VLLM_TRIED):
+        yield Refusal(
+            "engine",
+            "native_not_tried",
+            f"vLLM's own tiering was not tried with the vLLM of the lock {found.name}",
+            f"vLLM {VLLM_TRIED[0]}x for cache_kind native",
+            f"vLLM {found.vllm}",
+            "another engine_lock, or cache_kind = 'mp'",
+        )
     if settings.engine_wheel is not None and found.cuda is not None:
         yield Refusal(
             "engine",

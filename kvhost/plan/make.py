@@ -42,6 +42,7 @@ from kvhost.records.receipt import system_of
 from kvhost.report import ForeignProcess, HostReport, Kvhost, Namespace, Part
 from kvhost.schema.values import is_sent
 from kvhost.services.describe import model_dir
+from kvhost.services.native import native_notes
 from kvhost.services.runners import runners_of, whose_config
 from kvhost.settings import Settings
 
@@ -66,8 +67,9 @@ def planned(settings: Settings) -> tuple[tuple[str, Stage, str], ...]:
     if settings.runner == "llama_server":
         return LLAMA_SERVICES
     runners = [(one.service, one.title) for one in runners_of(settings)]
+    server: tuple[tuple[str, Stage, str], ...] = (("cache", "cache", "the cache server"),)
     return (
-        ("cache", "cache", "the cache server"),
+        *(() if settings.native else server),
         ("pruner", "cache", "the pruner"),
         *((name, "runner", words) for name, words in runners),
     )
@@ -306,7 +308,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
     others = users.login_users if users else []
     if others and settings.runner == "llama_server":
         notes += loopback_notes(settings, others, with_key=facts.with_key)
-    elif others:
+    elif others and settings.cache_ports:
         notes.append(
             f"Loopback is no boundary between users: {len(others)} other users of this host "
             f"({', '.join(others[:4])}) can reach the cache server's ports "
@@ -315,6 +317,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             + (". kvhost closes them with nftables if nft is installed." if systemd else ".")
         )
     notes += pod_notes(settings)
+    notes += native_notes(settings, cuda=facts.cuda is not None)
     if settings.monitoring:
         notes.append(
             f"Figures are written to {settings.monitoring_textfile_dir}/kvhost.prom for "

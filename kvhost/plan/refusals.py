@@ -279,10 +279,8 @@ def _ports(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterato
     wanted = [
         ("api_port", settings.api_host, settings.api_port),
         *((key, settings.api_host, port) for key, port in more),
+        *((key, "127.0.0.1", port) for key, port in settings.cache_ports.items()),
     ]
-    if settings.runner == "vllm":
-        wanted.append(("cache_port", "127.0.0.1", settings.cache_port))
-        wanted.append(("cache_http_port", "127.0.0.1", settings.cache_http_port))
     for key, host, port in wanted:
         for row in on_address(report.ports.data.listening, host, port):
             if row.pid in ours:

@@ -10,6 +10,7 @@ from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
 from kvhost.paths import HostPaths
 from kvhost.schema.drive_combinations import drive_problems
 from kvhost.schema.driver_values import driver_problems
+from kvhost.schema.native_combinations import native_problems
 from kvhost.schema.problems import Problem
 from kvhost.schema.runner_combinations import runner_problems
 from kvhost.schema.runner_kinds import kind_problems
@@ -44,6 +45,7 @@ def combination_problems(
     yield from _key_beyond_loopback(settings, API_KEY_VARIABLE in in_env)
     yield from runner_problems(settings)
     yield from kind_problems(settings)
+    yield from native_problems(settings)
     yield from drive_problems(settings)
     yield from driver_problems(settings)
     yield from shared_problems(settings, SHARED_PASSWORD_VARIABLE in in_env)
@@ -67,7 +69,7 @@ def _watermarks(s: Settings) -> _Found:
 
 
 def _ports(s: Settings) -> _Found:
-    ports = {key: getattr(s, key) for key in ("api_port", "cache_port", "cache_http_port")}
+    ports = {"api_port": s.api_port, **s.cache_ports}
     ports |= {f"api_port of {one.name}": one.api_port for one in s.more_runners}
     for port in sorted(set(ports.values())):
         same = tuple(key for key, value in ports.items() if value == port)

@@ -20,7 +20,10 @@ _LORA = (
 _TLS = "kvhost's own checks speak plain HTTP to the runner; put a proxy with TLS before it"
 _LISTEN = "it moves the API away from api_host and api_port"
 _PROMPTS = "it writes prompts or answers into the log, which kvhost keeps free of them"
-_SECOND = "a second way of storing KV beside the cache would hide what the cache does"
+_SECOND = (
+    "vLLM would make a connector of its own of it, and kvhost sets the connector; vLLM's own "
+    "tiering is cache_kind = 'native', its memory l1_gib, the limit of its files cache_limit_gib"
+)
 
 DENIED: dict[str, str] = {
     "--api-key": "every user of the host can read the process list; use the setting api_key_file "
@@ -28,7 +31,8 @@ DENIED: dict[str, str] = {
     "--hf-token": "every user of the host can read the process list; use the setting hf_token_file "
     "or HF_TOKEN in the controller's environment",
     "--trust-remote-code": "it runs code that came with the model; kvhost keeps it off always",
-    "--swap-space": "vLLM has no such flag since 0.22 and would not start",
+    "--swap-space": "vLLM has no such flag since 0.22 and would not start; memory that KV passes "
+    "through is l1_gib, and what a drive keeps is cache_limit_gib",
     "--enable-log-requests": _PROMPTS,
     "--enable-log-outputs": _PROMPTS,
     "--config": "it reads flags from a file, past this check; list the flags here",

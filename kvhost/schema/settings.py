@@ -44,7 +44,7 @@ _Revision = Annotated[str, AfterValidator(_values.model_revision)]
 _ModelName = Annotated[str, AfterValidator(_values.served_model_name)]
 _Runner = Annotated[Literal["vllm", "llama_server"], BeforeValidator(runner_in_this_version)]
 _L2Adapter = Annotated[Literal["fs", "fs_native"], BeforeValidator(l2_adapter_in_this_version)]
-_CacheKind = Annotated[Literal["mp"], BeforeValidator(cache_kind_in_this_version)]
+_CacheKind = Annotated[Literal["mp", "native"], BeforeValidator(cache_kind_in_this_version)]
 _Host = Annotated[str, AfterValidator(_values.api_host)]
 _Port = Annotated[int, AfterValidator(_values.port)]
 _RunnerArgs = Annotated[list[str], AfterValidator(_check_runner_args)]
@@ -216,7 +216,11 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
     )
 
     cache_kind: _CacheKind = setting(
-        _CACHE, "mp", "Cache behind the engine: the multiprocess server of LMCache.", example="mp"
+        _CACHE,
+        "mp",
+        "Cache behind the engine: mp, the multiprocess server of LMCache, or native, vLLM's own "
+        "tiering (docs/native.md); another one begins a new cache.",
+        example="native",
     )
     l2_adapter: _L2Adapter = setting(
         _CACHE, "fs_native", "How the cache server reads and writes its files.", example="fs"
@@ -270,8 +274,8 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
     l1_gib: int = setting(
         _CACHE,
         1,
-        "Memory of the cache server (/dev/shm) that KV passes through; with llama_server, of its "
-        "cache of prompts that are in no slot (--cache-ram).",
+        "Memory of the cache server, with cache_kind native of vLLM (/dev/shm), that KV passes "
+        "through; with llama_server, of its cache of prompts that are in no slot (--cache-ram).",
         unit="GiB",
         example=8,
         ge=1,
@@ -385,7 +389,8 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
         _RUN,
         ["both"],
         "What that test does: runner, cache or both are restarted, kill (-9 of both in a write), "
-        "other (a second pair beside them), reboot (of the host).",
+        "other (a second pair beside them), reboot (of the host); with cache_kind native runner "
+        "(without it), kill and reboot.",
         example=["both", "kill"],
         reaches_host=False,
     )
@@ -441,6 +446,28 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
         if problems:
             raise CombinationError(problems)
         return self
+
+    @property
+    def native(self) -> bool:
+        """Whether vLLM keeps its cache itself, and there is no cache server."""
+        return self.cache_kind == "native" and self.runner == "vllm"
+
+    @property
+    def tier_format(self) -> str:
+        """What writes the files of the cache: none reads another's."""
+        return "native" if self.native else self.l2_adapter
+
+    @property
+    def cache_ports(self) -> dict[str, int]:
+        """Setting -> port on 127.0.0.1 of the cache server; empty without one."""
+        ports = {"cache_port": self.cache_port, "cache_http_port": self.cache_http_port}
+        return {} if self.native or self.runner != "vllm" else ports
+
+    @property
+    def events(self) -> list[str]:
+        """Events of the restart test; the default is the restart of all that there is."""
+        default = type(self).model_fields["verify_events"].default
+        return ["runner"] if self.native and self.verify_events == default else self.verify_events
 
     @property
     def limit_gib(self) -> float | None:

@@ -15,7 +15,6 @@ _CACHE_KINDS = {
         "memory and starts empty, so files of before are never found, never counted and never "
         "deleted (LMCache#562, #1175, #2273)"
     ),
-    "native": f"native (vLLM's own tiering) {_LATER}",
 }
 _L2_ADAPTERS = {
     "nixl_store_dynamic": (

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvhost.llama import llama
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
 from kvhost.schema.values import SENT, is_sent
+from kvhost.services import native
 from kvhost.services import shared as kvhost_shared
 from kvhost.services.runners import FIRST, config_name, ranks, runners_of
 from kvhost.settings import Settings
@@ -159,15 +160,18 @@ def ready_argv(
     key = ("--key-file", api_key_path(paths)) if with_key else ()
     which = ("--runner", name) if name != FIRST else ()
     return (
-        *cache_ready_argv(settings, paths),
+        *(_asker(paths) if settings.native else cache_ready_argv(settings, paths)),
         *("--api", api_url(settings), "--model", served_name(settings), *key, *which),
     )
 
 
 def cache_ready_argv(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
     """The same for the cache server alone."""
-    url = f"http://127.0.0.1:{settings.cache_http_port}"
-    return ("python3", f"{paths.bin}/ready.py", "--base", paths.base_dir, "--cache", url)
+    return (*_asker(paths), "--cache", f"http://127.0.0.1:{settings.cache_http_port}")
+
+
+def _asker(paths: HostPaths) -> tuple[str, ...]:
+    return ("python3", f"{paths.bin}/ready.py", "--base", paths.base_dir)
 
 
 def service_env(settings: Settings, paths: HostPaths) -> dict[str, str]:
@@ -240,19 +244,24 @@ def vllm_config(settings: Settings, paths: HostPaths, *, with_key: bool) -> dict
         # without it vLLM kills its engine at SIGTERM, and a request that has not reached it hangs
         "shutdown-timeout": settings.drain_s,
         "disable-uvicorn-access-log": True,
-        "kv-transfer-config": {
-            "kv_connector": "LMCacheMPConnector",
-            # LMCache's, with one repair
-            "kv_connector_module_path": "kvhost_connector",
-            "kv_role": "kv_both",
-            # the default, "fail", turns a damaged file into a failed request
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": settings.cache_port,
-                "lmcache.mp.mq_timeout": settings.mq_timeout_s,
-                "lmcache.mp.heartbeat_interval": settings.heartbeat_s,
-            },
+        **({} if settings.native else {"kv-transfer-config": mp_transfer_config(settings)}),
+    }
+
+
+def mp_transfer_config(settings: Settings) -> dict[str, Any]:
+    """How vLLM reaches the cache server. With vLLM's own tiering: kvhost/services/native.py."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        # LMCache's, with one repair
+        "kv_connector_module_path": "kvhost_connector",
+        "kv_role": "kv_both",
+        # the default, "fail", turns a damaged file into a failed request
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": settings.cache_port,
+            "lmcache.mp.mq_timeout": settings.mq_timeout_s,
+            "lmcache.mp.heartbeat_interval": settings.heartbeat_s,
         },
     }
 
@@ -291,7 +300,10 @@ def tier_marks(settings: Settings, namespace_dir: str) -> tuple[str, ...]:
     return (f"{settings.paths.tier_dir}/{TIER_MARKER}", f"{namespace_dir}/{NAMESPACE_FILE}")
 
 
-def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
+def tier_hooks(
+    settings: Settings, paths: HostPaths, namespace_dir: str, writer: str
+) -> tuple[tuple[str, ...], ...]:
+    """Commands before the service starts that writes the tier: no other writes to it then."""
     sweep = (
         f"{paths.tools}/current/bin/python",
         f"{paths.bin}/pruner.py",
@@ -300,7 +312,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         settings.paths.tier_dir,
         "--current",
         namespace_dir.rpartition("/")[2],
-        *("--record", f"{paths.run}/cache.json"),
+        *("--record", f"{paths.run}/{writer}.json"),
         *("--status", pruner_status(paths)),
         "{unclean}",
     )
@@ -309,6 +321,10 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         *(f"{paths.tools}/current/bin/python", f"{paths.bin}/evidence_aside.py"),
         *("heal", "--tier", settings.paths.tier_dir),
     )
+    return heal, sweep
+
+
+def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> Service:
     stale = shm_sweep(paths, f"lmcache_l1_pool_{shm_name(paths)}", "lmcache_kv_*")
     shared = kvhost_shared.adapter(settings, paths, namespace_dir)
     argv = (
@@ -330,7 +346,7 @@ def cache_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> S
         env={**service_env(settings, paths), **({"PYTHONPATH": paths.lib} if shared else {})},
         secret_env=kvhost_shared.secret_env(settings, paths),
         watch=(paths.current, *kvhost_shared.modules(settings, paths)),
-        before=(stale, heal, sweep),
+        before=(stale, *tier_hooks(settings, paths, namespace_dir, "cache")),
         needs_mount=drive_of(settings),
         # back within a heartbeat, it would leave vLLM unregistered (LMCache#4642)
         min_gap_s=2 * settings.heartbeat_s + 1,
@@ -385,6 +401,27 @@ def runner_service(
     )
 
 
+def native_runner(
+    settings: Settings, paths: HostPaths, namespace_dir: str, *, with_key: bool, gpus: int
+) -> Service:
+    """The runner that keeps its cache itself: it does for the tier what the cache server does."""
+    runner = runner_service(settings, paths, with_key=with_key, gpus=gpus)
+    words = native.transfer_words(settings, namespace_dir, cuda=bool(gpus))
+    serve, extra = runner.argv[:4], runner.argv[4:]
+    stale = shm_sweep(paths, native.SHM, f"lmcache_l1_pool_{shm_name(paths)}")
+    return replace(
+        runner,
+        argv=(*serve, *words, *extra),
+        wait_for=(),
+        after=(),
+        before=(*runner.before, stale, *tier_hooks(settings, paths, namespace_dir, FIRST)),
+        watch=(*runner.watch, f"{paths.lib}/{native.MODULE}.py"),
+        needs_mount=drive_of(settings),
+        require=tier_marks(settings, namespace_dir),
+        writes=(settings.paths.tier_dir,),
+    )
+
+
 def pruner_status(paths: HostPaths) -> str:
     """File that the pruner writes its status to, at every look."""
     return f"{paths.log}/pruner-status.json"
@@ -427,6 +464,11 @@ def services(
         )
 
         return services_llama.services(settings, paths, namespace_dir, with_key=with_key)
+    if settings.native:
+        return (
+            native_runner(settings, paths, namespace_dir, with_key=with_key, gpus=gpus),
+            pruner_service(settings, paths, namespace_dir),
+        )
     return (
         cache_service(settings, paths, namespace_dir),
         *(

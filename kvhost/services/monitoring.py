@@ -36,7 +36,8 @@ def argv(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
     return (
         *(f"{paths.bin}/metrics.py", "--base", paths.base_dir, "--tier", paths.tier_dir),
         *("--out", settings.monitoring_textfile_dir, "--loop", str(EVERY_S)),
-        *("--cache", f"http://127.0.0.1:{settings.cache_http_port}", *runners),
+        *(() if settings.native else ("--cache", f"http://127.0.0.1:{settings.cache_http_port}")),
+        *runners,
     )
 
 

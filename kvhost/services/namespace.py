@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvhost.services.native import PAGE_BYTES
 from kvhost.sizing.kv_bytes import DTYPE_BYTES, attention_bytes
 
 
@@ -88,7 +89,10 @@ def namespace_of(
             )
         },
     }
-    return Namespace(fields, chunk_bytes(resolved, chunk_size))
+    size = chunk_bytes(resolved, chunk_size)
+    if size is not None and l2_adapter == "native":
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+    return Namespace(fields, size)
 
 
 def predicted_versions(

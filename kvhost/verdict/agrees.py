@@ -22,6 +22,7 @@ NEEDED: dict[Event, tuple[str, ...]] = {
     "other": ("start a second pair of services",),
     "reboot": ("flush the test's files to the drive", "the services come back by themselves"),
 }
+KILLED_NATIVE = ("kill -9 the runner in a write, start it",)
 REQUESTS = {
     "cold": "cold request, until it is written",
     "moved_cold": "cold request of a control: moved",
@@ -51,7 +52,9 @@ def _step(facts: Facts, name: str) -> bool | None:
 
 
 def _steps(facts: Facts) -> str | None:
-    for name in ("identify the services", "is the server in use", *NEEDED[facts.evidence.event]):
+    event = facts.evidence.event
+    needed = KILLED_NATIVE if facts.native and event == "kill" else NEEDED[event]
+    for name in ("identify the services", "is the server in use", *needed):
         if not _step(facts, name):
             return f"step not done: {name}"
     return None

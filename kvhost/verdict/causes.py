@@ -23,6 +23,8 @@ class Row:
     title: str
     change: str
     applies: Callable[[Facts, Met], bool]
+    server: bool = False
+    """Its words are about LMCache's server."""
 
 
 def _missed(met: Met) -> bool:
@@ -290,12 +292,14 @@ TABLE: tuple[Row, ...] = (
         "vLLM asks a cache, but not the server whose metrics were read.",
         "Compare the port in --kv-transfer-config with that of the cache server.",
         _other_server,
+        server=True,
     ),
     Row(
         "l2-absent",
         "The cache server has no L2: its cache is memory only.",
         "Give it a file tier: --l2-adapter with type fs or fs_native and a base_path.",
         lambda f, m: _adapters(f) == 0,
+        server=True,
     ),
     Row(
         "load-failed",
@@ -359,6 +363,7 @@ TABLE: tuple[Row, ...] = (
         "LMCache's local_disk never reads its directory again, in any release. Use LMCache's server"
         " with an L2 adapter of type fs or fs_native, which looks the file up.",
         _index_lost,
+        server=True,
     ),
     Row(
         "keys-changed",
@@ -415,4 +420,5 @@ TABLE: tuple[Row, ...] = (
 
 def likely_causes(facts: Facts, conditions: list[Condition]) -> list[Cause]:
     """Every row of the table that fits, in its order; empty when none does."""
-    return fitting(TABLE, facts, conditions)
+    rows = [row for row in TABLE if not (row.server and facts.native)]
+    return fitting(rows, facts, conditions)

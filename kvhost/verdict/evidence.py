@@ -259,6 +259,9 @@ class TestConfig(Part):
     namespace_dir: str
     exact_numerics: bool = True
     """Whether the same request gives the same arithmetic; False on a GPU."""
+    native: bool = False
+    """Whether vLLM keeps its cache itself: no cache server, and the counters called the cache's are
+    those of vLLM's tiers, chunks as tokens."""
 
 
 class Filesystem(Part):

@@ -32,7 +32,8 @@ class Facts:
         config = evidence.config
         self.chunks = config.prompt_tokens // config.chunk_size if config.chunk_size else 0
         self.aligned = self.chunks * config.chunk_size
-        self.replaced = REPLACED[evidence.event]
+        self.native = config.native
+        self.replaced = REPLACED[evidence.event] - ({"cache"} if config.native else set())
 
     def aligned_of(self, role: str) -> int:
         """Tokens of the whole chunks of a request's prompt."""

@@ -40,10 +40,15 @@ class Rule:
     order: Literal["first", "precondition", "normal"] = "normal"
     events: frozenset[Event] = _EVERY
     since: int = 1
+    server: bool = False
+    """It is about the cache server."""
 
     def asked(self, evidence: Evidence) -> bool:
         version = int(evidence.schema_.rpartition("/")[2])
-        return evidence.event in self.events and version >= self.since
+        event, native = evidence.event, evidence.config.native
+        # with the runner all memory of the cache is gone, where vLLM keeps it itself
+        event = "both" if native and event == "runner" else event
+        return event in self.events and version >= self.since and not (self.server and native)
 
 
 RULES: tuple[Rule, ...] = (
@@ -54,6 +59,7 @@ RULES: tuple[Rule, ...] = (
         "inconclusive",
         look.restarted("cache"),
         "precondition",
+        server=True,
     ),
     Rule(
         "restarted_runner",
@@ -74,7 +80,12 @@ RULES: tuple[Rule, ...] = (
         "precondition",
     ),
     Rule(
-        "alone_cache", "nobody else at the cache", "inconclusive", look.alone_cache, "precondition"
+        "alone_cache",
+        "nobody else at the cache",
+        "inconclusive",
+        look.alone_cache,
+        "precondition",
+        server=True,
     ),
     Rule("cold_cold", "cold request was cold", "inconclusive", look.cold_cold, "precondition"),
     Rule("written", "in L2 before the restart", "inconclusive", look.written),
@@ -137,10 +148,11 @@ def _summary(facts: Facts, persisted: Persisted, found: list[Condition], causes:
     if persisted == "PASS":
         by_id = {c.id: c for c in found}
         event = facts.evidence.event
-        source = "L1 or L2" if event == "runner" else "L2"
+        source = "L1 or L2" if event == "runner" and not facts.native else "L2"
         tokens = facts.vllm("restored", "external_hits")
+        after = "after the runner was killed" if facts.native and event == "kill" else _AFTER[event]
         text = (
-            f"The cache survived: {_AFTER[event]} {tokens:.0f} of {facts.aligned}"
+            f"The cache survived: {after} {tokens:.0f} of {facts.aligned}"
             f" tokens came from {source}, with the same answer; an unseen prompt missed."
         )
         reads = by_id.get("reads_seen")

@@ -1,0 +1,213 @@
+"""vLLM's own tiering on the real engine, as kvhost describes it: each set-up gets its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhost.verdict.evidence import Evidence, parse_events
+from kvhost.verdict.judge import judge
+from kvhost.verdict.types import Verdict
+from tests.e2e_tools import BASE
+from tests.engine_pair import NAMESPACE, REPO, Json, Pair, restart
+from tests.engine_setups import get
+
+pytestmark = [pytest.mark.verdict, pytest.mark.engine]
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def engine_of_one(engine: Path) -> Iterator[Pair]:
+    base = Path(f"{BASE}-own")
+    subprocess.run(["rm", "-rf", str(base)], check=True)
+    one = Pair(base, engine, data={"cache_kind": "native", "max_model_len": 4096})
+    one.make()
+    try:
+        one.start()
+        wait_for(one)
+        yield one
+    finally:
+        one.stop()
+        subprocess.run(["rm", "-rf", str(base)], check=True)
+
+
+def wait_for(pair: Pair, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            get(f"http://127.0.0.1:{pair.ports[0]}/health")
+            return
+        except OSError as error:
+            assert time.monotonic() < deadline, (error, pair.log("runner")[-3000:])
+        time.sleep(0.5)
+
+
+def tested(pair: Pair, event: str = "runner", between: str = "") -> tuple[Verdict, Evidence]:
+    """The verdict of the test; ``between`` is done to the namespace while vLLM is down."""
+    script, state = pair.base / "between.sh", pair.base / "state"
+    config = pair.config(events=[event], disrupt=True)
+    (state / "config.json").write_text(json.dumps(config))
+    argv = [sys.executable, str(REPO / "kvhost/onhost/evidence.py")]
+    argv += ["--config", str(state / "config.json"), "--out", str(state / "out.json")]
+    try:
+        if between:
+            script.write_text(f"set -e; cd tier/{NAMESPACE}\n{between}\n")
+        done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=900, check=False)
+    finally:
+        script.unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr
+    text = (state / "out.json").read_text()
+    if keep := os.environ.get("KVHOST_TEST_KEEP"):  # a directory: evidence for tests/fixtures
+        Path(keep, f"{int(time.time())}-native-{event}.json").write_text(text)
+    (found,) = parse_events(text)
+    return judge(found), found
+
+
+def unmet(verdict: Verdict) -> list[Any]:
+    return [(c.id, c.figure, c.threshold) for c in verdict.conditions if c.met is not True]
+
+
+def ask(pair: Pair, prompt: list[int]) -> tuple[int, list[int]]:
+    """(tokens from a cache, greedy answer)."""
+    body: Json = {"model": "kvhost-builtin", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{pair.ports[0]}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        found = json.load(reply)
+    details = found["usage"]["prompt_tokens_details"] or {}
+    return details.get("cached_tokens") or 0, found["choices"][0]["token_ids"]
+
+
+def chunks(pair: Pair) -> list[Path]:
+    return sorted(pair.namespace.rglob("*.bin"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one: Pair) -> None:
+    verdict, found = tested(engine_of_one)
+    assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
+    by_id = {condition.id: condition for condition in verdict.conditions}
+    assert by_id["l2_hits"].figure == 2048 and by_id["moved_misses"].met
+    assert "from L2, with the same answer" in verdict.summary
+    assert set(found.services) == {"runner"} and found.config.native
+    assert not chunks(engine_of_one), "the test's files are removed"
+    about = [path.name for path in engine_of_one.namespace.rglob("*") if path.is_file()]
+    assert sorted(about) == [".kvhost-namespace.json", "config.json"]
+
+
+def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
+    verdict, _ = tested(engine_of_one, between="find . -name '*.bin' -delete")
+    assert verdict.persisted == "FAIL", (verdict.summary, unmet(verdict))
+    assert [cause.slug for cause in verdict.causes][:1] == ["evicted"]
+
+
+@full
+def test_killed_in_the_middle_of_a_write(engine_of_one: Pair) -> None:
+    verdict, _ = tested(engine_of_one, event="kill")
+    assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
+
+
+@full
+def test_damaged_files(engine_of_one: Pair) -> None:
+    """What is too short is found out and computed again; bytes of the right size are believed."""
+    pair = engine_of_one
+    prompts = [[20 + (7 * n + 13 * k) % 200 for n in range(2056)] for k in range(4)]
+    first, files = [], []
+    for prompt in prompts:
+        before = set(chunks(pair))
+        first.append(ask(pair, prompt))
+        deadline = time.monotonic() + 30
+        while len(set(chunks(pair)) - before) < 8 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        files.append([path for path in chunks(pair) if path not in before])
+    assert all(cached == 0 for cached, _ in first) and all(len(one) == 8 for one in files)
+    size = files[0][3].stat().st_size
+    # the sweep at the start would remove these two: what vLLM does itself is looked at
+    pair.write(runner={"before": ()})
+    os.truncate(files[0][3], size // 2)
+    with files[1][3].open("ab") as longer:
+        longer.write(b"x" * 4096)
+    flipped = bytearray(files[2][3].read_bytes())
+    flipped[3::4] = bytes(byte ^ 0x40 for byte in flipped[3::4])
+    files[2][3].write_bytes(flipped)
+    files[3][3].unlink()
+    restart(pair.base, "runner")
+    wait_for(pair)
+    short, long, wrong, gone = (ask(pair, prompt) for prompt in prompts)
+    assert short[0] < 2048 and short[1] == first[0][1]
+    assert long == (2048, first[1][1]), "the first bytes of it"
+    assert gone[0] < 2048 and gone[1] == first[3][1]
+    # of the right size and with other bytes: served, and the answer is another
+    assert wrong[0] == 2048 and wrong[1] != first[2][1]
+    deadline = time.monotonic() + 30
+    while (not files[0][3].exists() or not files[3][3].exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert files[0][3].stat().st_size == files[3][3].stat().st_size == size, "written anew"
+    # with the sweep the longer one does not come so far
+    pair.write()
+    restart(pair.base, "runner")
+    wait_for(pair)
+    assert not files[1][3].exists()
+    assert (cached := ask(pair, prompts[1]))[0] < 2048 and cached[1] == first[1][1]
+    for path in chunks(pair):
+        path.unlink()
+
+
+@full
+def test_files_removed_below_a_server_that_reads_them(engine_of_one: Pair) -> None:
+    """As a pruner does; between the lookup and the load too. The answers stay the same."""
+    pair = engine_of_one
+    prompts = [[20 + (11 * n + 17 * k + 5) % 200 for n in range(2056)] for k in range(12)]
+    first, files = [], []
+    for prompt in prompts:
+        before = set(chunks(pair))
+        first.append(ask(pair, prompt)[1])
+        time.sleep(1)
+        files.append([path for path in chunks(pair) if path not in before])
+    restart(pair.base, "runner")
+    wait_for(pair)
+    found = []
+    for number, prompt in enumerate(prompts):
+        words = " ".join(str(path) for path in reversed(files[number]))
+        pause = f"sleep 0.0{number % 3}{number}; for f in {words}; do rm -f $f; sleep 0.001; done"
+        with subprocess.Popen(["sh", "-c", pause]):
+            found.append(ask(pair, prompt))
+    assert [answer for _, answer in found] == first
+    assert any(cached < 2048 for cached, _ in found), found
+    assert "EngineDeadError" not in pair.log("runner")
+    for path in chunks(pair):
+        path.unlink()
+
+
+@full
+def test_another_dtype_reads_no_file_of_the_first(engine_of_one: Pair) -> None:
+    """In the very same directory, which kvhost never gives it: vLLM's own digest is below."""
+    pair = engine_of_one
+    prompt = [20 + (3 * n + 1) % 200 for n in range(2056)]
+    assert ask(pair, prompt)[0] == 0
+    time.sleep(1)
+    config = json.loads((pair.base / "etc/vllm.yaml").read_text())
+    try:
+        pair.configure({**config, "dtype": "bfloat16"})
+        restart(pair.base, "runner")
+        wait_for(pair)
+        assert ask(pair, prompt)[0] == 0
+        time.sleep(1)
+        assert len({path.relative_to(pair.namespace).parts[0] for path in chunks(pair)}) == 2
+    finally:
+        pair.configure(config)
+        restart(pair.base, "runner")
+        wait_for(pair)
+    assert ask(pair, prompt)[0] == 2048
