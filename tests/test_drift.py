@@ -237,6 +237,7 @@ def seen() -> dict[str, Any]:
             "supervisor_fresh": True, "manager": "systemd",
         },
         "mounts": {},
+        "collector": None,
     }  # fmt: skip
     return {name: {"status": "ok", "why": None, "data": part} for name, part in data.items()}
 
@@ -280,12 +281,16 @@ def test_each_part_alone() -> None:
     assert rows_of(seen(), wanted(settings="t")) == [("settings", "digest of the settings")]
     assert rows_of(seen(), wanted(system={"kernel": "6.2"})) == [("system", "kernel")]
     assert rows_of(seen(), drive=("it is not mounted",)) == [("drive", "it is not mounted")]
+    look = seen()
+    look["collector"]["data"] = "inactive, disabled"
+    assert rows_of(look) == []  # none is wanted
+    assert rows_of(look, wanted(collector="kvhost-metrics")) == [("service", "kvhost-metrics")]
     other = {**wanted().kept, "files": {"/x": "1", "/y": "2"}}
     assert rows_of(seen(), held=other) == [("receipt", "files")]
     assert rows_of(seen(), held="none") == [("receipt", "on the host")]
 
 
-@pytest.mark.parametrize("part", ["files", "directories", "env", "services", "mounts"])
+@pytest.mark.parametrize("part", ["files", "directories", "env", "services", "mounts", "collector"])
 def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
     look = seen()
     look[part] = {"status": "unreadable", "why": "no permission", "data": None}

@@ -82,3 +82,12 @@ def test_a_rolling_change_stops_and_leaves_the_rest(site: Site) -> None:
     assert told.code == 2
     for text in ("h6: DRIFT, 1 difference\n", "h7: DRIFT, 1 difference\n", "h8: no drift"):
         assert text in told.text, told.text[-3000:]
+    # what writes the figures for Prometheus counts too, where it is wanted
+    ran = site.fleet.run("up", "--limit", "h8", *change, "--data", "monitoring=true", timeout=300)
+    assert ran.code == 0, ran.text[-6000:]
+    watched = ("--limit", "h8", *change, "--data", "monitoring=true")
+    assert site.fleet.run("drift", *watched, timeout=300).code == 0
+    site.hosts["h8"].root("systemctl", "stop", "kvhost-metrics")
+    told = site.fleet.run("drift", *watched, timeout=300)
+    assert told.code == 2
+    assert "h8: DRIFT, 1 difference\n" in told.text, told.text[-3000:]

@@ -15,6 +15,7 @@ from deploys.common.prepare import all_settings, gather, key_is_there, predicted
 from deploys.common.rendered import (
     gpus_of,
     manager_texts,
+    metrics_script,
     own_scripts,
     shared_texts,
     vllm_yamls,
@@ -31,6 +32,7 @@ from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, s
 from kvhost.records.receipt import system_of
 from kvhost.report import HostReport, ReportError
 from kvhost.secrets import SecretError, api_key
+from kvhost.services import monitoring
 from kvhost.services.describe import api_key_path, services, unit_file
 from kvhost.services.namespace import digest_of
 from kvhost.services.shared import password_path
@@ -122,6 +124,9 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
         texts |= {f"{UNITS}/{unit}": texts[f"{etc}/{unit}"] for unit in units}
     texts |= shared_texts(run.settings)
     files |= {path: File(sha256(text), "644") for path, text in texts.items()}
+    if run.settings.monitoring and run.systemd:
+        unit = monitoring.unit_text(run.settings, paths, metrics_script())
+        files[f"{UNITS}/{monitoring.UNIT}"] = File(sha256(unit), "644")
     if run.settings.shared_tier is not None:
         owner = "root" if run.systemd else run.user
         files[password_path(paths)] = File(None, "600", owner)
@@ -146,7 +151,15 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
         system=system_of(run.settings, run.report),
         kept=kept,
         tier_dir=paths.tier_dir,
+        collector=collector_of(run),
     )
+
+
+def collector_of(run: Run) -> str | None:
+    """What the host's manager calls the program that writes the figures for Prometheus."""
+    if not run.settings.monitoring:
+        return None
+    return monitoring.UNIT.removesuffix(".service") if run.systemd else monitoring.PROGRAM
 
 
 def ask_of(run: Run, wanted: Wanted) -> dict[str, Any]:
@@ -158,6 +171,7 @@ def ask_of(run: Run, wanted: Wanted) -> dict[str, Any]:
         "directories": list(wanted.directories),
         "env": run.env_dir,
         "mounts": [run.paths.tier_dir],
+        "collector": wanted.collector,
     }
 
 

@@ -2,10 +2,10 @@
 """Looks at what kvhost left on a host, for `kvhost drift`; changes nothing. Prints JSON.
 
 drift_look.py --ask JSON, run as root. JSON: {"base", "user", "files": [path], "directories":
-[path], "env", "mounts": [path]}. The answer has a part each, {"status": ok|absent|unreadable,
-"why", "data"}: files and directories by path (null where nothing is), the engine's environment
-against its own marker and its packages, the services and what runs them, the mounts that the
-paths lie in.
+[path], "env", "mounts": [path], "collector": name or null}. The answer has a part each, {"status":
+ok|absent|unreadable, "why", "data"}: files and directories by path (null where nothing is), the
+engine's environment against its own marker and its packages, the services and what runs them, the
+mounts that the paths lie in, the state of what writes the figures for Prometheus.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import pwd
 import stat
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,21 @@ def running(base: str, user: str) -> Data:
     return {"services": rows, "supervisor_fresh": fresh, "why": why, "manager": manager.name}
 
 
+def collector(base: str, user: str, name: str | None) -> str | None:
+    """State of what writes the figures for Prometheus: a unit of systemd's, or a program of
+    supervisord's; None where none is asked for."""
+    if name is None:
+        return None
+    if not booted():
+        states = Supervisord(Host(base, user)).states() or {}
+        return states.get(name, ("DOWN", ""))[0]
+    show = ["systemctl", "show", "--property=ActiveState,UnitFileState", f"{name}.service"]
+    done = subprocess.run(show, stdout=subprocess.PIPE, check=True, timeout=30)
+    rows = dict(line.split("=", 1) for line in done.stdout.decode().split() if "=" in line)
+    good = (rows.get("ActiveState"), rows.get("UnitFileState")) == ("active", "enabled")
+    return "RUNNING" if good else ", ".join(value for value in rows.values() if value)
+
+
 def mounts(paths: list[str]) -> Data:
     """Path -> the mount that it lies in, proc_pid_mountinfo(5). The longest mount point counts."""
     rows = []
@@ -131,6 +147,9 @@ def main() -> int:
         "env": part(functools.partial(environment, ask["env"])),
         "services": part(functools.partial(running, ask["base"], ask["user"])),
         "mounts": part(functools.partial(mounts, ask["mounts"])),
+        "collector": part(
+            functools.partial(collector, ask["base"], ask["user"], ask.get("collector"))
+        ),
     }
     print(json.dumps(found, separators=(",", ":")))
     return 0

@@ -51,6 +51,8 @@ class Wanted:
     kept: Mapping[str, Any]
     #: paths whose mounts are compared with the kept receipt's
     tier_dir: str = ""
+    #: what writes the figures for Prometheus, where it is wanted
+    collector: str | None = None
 
 
 @dataclass
@@ -69,7 +71,7 @@ def compare(wanted: Wanted, seen: Mapping[str, Any], held: Any, drive: Sequence[
     """``seen``: what drift_look.py printed. ``held``: the receipt on the host, None without one.
     ``drive``: what `drive_apply.py check` found wrong."""
     found = Found()
-    for name in ("files", "directories", "env", "services", "mounts"):
+    for name in ("files", "directories", "env", "services", "mounts", "collector"):
         part = seen.get(name) or {"status": "unreadable", "why": "it was not told"}
         if part["status"] == "unreadable":
             found.unreadable.append(f"{name}: {part['why']}")
@@ -139,6 +141,11 @@ def _services(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> Non
         rows.append(Drift("service", what, "has read and enabled the present files", "has not"))
 
 
+def _collector(rows: list[Drift], wanted: Wanted, seen: Any) -> None:
+    if wanted.collector is not None and seen != "RUNNING":
+        rows.append(Drift("service", wanted.collector, "RUNNING", str(seen)))
+
+
 def _mounts(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
     before = wanted.kept.get("system", {}).get("tier")
     there = seen.get(wanted.tier_dir)
@@ -155,7 +162,7 @@ def _mount(row: Mapping[str, Any]) -> str:
 
 _COMPARERS = {
     "files": _files, "directories": _directories, "env": _env, "services": _services,
-    "mounts": _mounts,
+    "mounts": _mounts, "collector": _collector,
 }  # fmt: skip
 
 
