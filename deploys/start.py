@@ -9,8 +9,8 @@ import sys
 from importlib import metadata
 
 # modules and their classes are made to stay: looking for garbage among them takes a tenth of the
-# start, and later only little is left behind in circles
-gc.set_threshold(50_000, 20, 20)
+# start (keep_journal() in deploys/common/journal.py ends this)
+gc.set_threshold(1_000_000)
 #: one look at all that is installed, not one for each of gevent's and pyinfra's questions
 metadata.entry_points = metadata.entry_points().select
 sys.modules["invoke"] = None  # type: ignore[assignment]  # "there is none", which paramiko expects

@@ -7,6 +7,7 @@ and lost links are seen to.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ INTERRUPTED = 130
 LOST_MS = 60_000
 #: seconds for giving the locks back after Ctrl-C; hosts that do not answer keep theirs
 GIVE_BACK_S = 45
+#: Python's own thresholds
+GARBAGE = (700, 10, 10)
 _begun = False
 _stopping = False
 
@@ -64,6 +67,8 @@ def keep_journal() -> None:
     if _begun:
         return
     _begun = True
+    gc.freeze()  # all modules are loaded: garbage is not looked for among them (deploys/start.py)
+    gc.set_threshold(*GARBAGE)
     state = context.ctx_state.get()  # the state itself: the proxy is empty at exit
     for host in state.inventory.get_active_hosts():
         _notice_a_lost_link(host)
