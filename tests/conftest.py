@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e_tools import Site, make_site
+
+# the scripts of a host import each other as they lie there, beside each other; last on the path
+sys.path.append(str(Path(__file__).resolve().parents[1] / "kvhost/onhost"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,7 @@ from pyinfra.connectors.local import LocalConnector
 from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import make_unix_command_for_host
 
-from deploys.common.sent import packed, report_scripts
+from deploys.common.sent import LOOKS, packed, report_scripts
 from kvhost.last_asked import LastAsked, keep, load
 from kvhost.records.journal import runs_dir
 
@@ -95,7 +95,7 @@ def begin(host: Any) -> bool:
 
 
 def scripts(what: LastAsked) -> tuple[str, ...]:
-    return ("looks.py", "runlock.py", *report_scripts(what.report))
+    return tuple(dict.fromkeys((*LOOKS, *report_scripts(what.report))))
 
 
 def command(what: LastAsked) -> str:

@@ -19,7 +19,7 @@ from pyinfra.api import FactBase
 from typing_extensions import override
 
 from deploys.common.facts import unreadable
-from deploys.common.sent import sent
+from deploys.common.sent import LOOKS, sent
 
 #: ("argv", word, …), ("file", path) or ("text", path): see onhost/looks.py
 Ask = tuple[str, ...]
@@ -32,7 +32,7 @@ class LooksText(FactBase[str]):
     def command(self, request: str) -> str:
         packed = gzip.compress(request.encode(), mtime=0)
         files = {"request.gz": base64.encodebytes(packed).decode()}
-        return sent(("looks.py", "runlock.py"), '"$d/request.gz"', files)
+        return sent(LOOKS, '"$d/request.gz"', files)
 
     @staticmethod
     @override

@@ -14,13 +14,16 @@ from kvhost.onhost import DRIVE_SCRIPTS
 
 ONHOST = Path(str(onhost.__file__)).parent
 
+#: looks.py, and what it imports or runs
+LOOKS = ("looks.py", "forked.py", "runlock.py")
+
 
 def report_scripts(argv: tuple[str, ...]) -> tuple[str, ...]:
     """report.py, and what it runs."""
     more = DRIVE_SCRIPTS if "--drives" in argv else ()
     if any(word.endswith(".gguf") for word in argv):
         more = (*more, "gguf.py")
-    return ("report.py", "report_held.py", "report_gpu.py", *more)
+    return ("report.py", "forked.py", "report_held.py", "report_gpu.py", *more)
 
 
 def sent(names: tuple[str, ...], words: str, files: Mapping[str, str] | None = None) -> str:

@@ -23,18 +23,19 @@ import hashlib
 import json
 import os
 import pwd
-import runpy
-import selectors
 import stat
 import subprocess
 import sys
-import traceback
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+sys.dont_write_bytecode = True
+if TYPE_CHECKING:
+    from kvhost.onhost.forked import MOST_TEXT, commands
+else:  # it lies beside this file
+    from forked import MOST_TEXT, commands
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-AT_ONCE = 6
-MOST_TEXT = 4 << 20
 Data = dict[str, Any]
 
 
@@ -78,78 +79,6 @@ def text_of(path: str) -> Data:
         return {"status": "absent", "why": "not there"}
     except (OSError, ValueError) as error:
         return {"status": "unreadable", "why": str(error)}
-
-
-def in_fork(argv: list[str]) -> None:
-    """In the child: a Python script as `python3 SCRIPT …` would run it. Never returns."""
-    code = 1
-    try:
-        sys.argv = argv[1:]
-        sys.path[0] = os.path.dirname(argv[1])
-        runpy.run_path(argv[1], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if code and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-    except BaseException:  # what Python itself would print before it ends
-        traceback.print_exc()
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-
-
-def start(argv: list[str]) -> tuple[int, int]:
-    """(PID, end of the pipe that its outputs come through)."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(theirs)
-        return pid, ours
-    try:  # whatever fails here, this child must not go on as its parent
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (theirs, 1), (theirs, 2)):
-            os.dup2(source, target)
-        os.close(ours)
-        if argv[0] == "python3" and len(argv) > 1 and os.path.isfile(argv[1]):
-            in_fork(argv)
-        os.execvp(argv[0], argv)
-    except BaseException as error:
-        why = getattr(error, "strerror", None) or error
-        os.write(2, f"{argv[:1]}: {why}\n".encode(errors="replace"))
-    finally:
-        os._exit(127)
-
-
-def commands(argvs: list[list[str]]) -> list[Data]:
-    """Outputs and exit codes, in the order of the commands; a few run at once."""
-    answers: list[Data] = [{} for _ in argvs]
-    waiting, texts = list(enumerate(argvs)), [b""] * len(argvs)
-    sys.stdout.flush()  # or a child would print it again
-    with selectors.DefaultSelector() as pipes:
-        running: dict[int, tuple[int, int]] = {}
-        while waiting or running:
-            while waiting and len(running) < AT_ONCE:
-                number, argv = waiting.pop(0)
-                pid, pipe = start(argv)
-                running[pipe] = (number, pid)
-                pipes.register(pipe, selectors.EVENT_READ)
-            for key, _ in pipes.select():
-                pipe = key.fd
-                number, pid = running[pipe]
-                block = os.read(pipe, 1 << 16)
-                texts[number] = (texts[number] + block)[-MOST_TEXT:]
-                if block:
-                    continue
-                pipes.unregister(pipe)
-                os.close(pipe)
-                del running[pipe]
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                answers[number] = {"exit": code, "out": texts[number].decode(errors="replace")}
-    return answers
 
 
 def lock_of(path: str) -> Data:

@@ -5,9 +5,9 @@ Read only: nothing is written, started or stopped. Every part is {"status", "why
 "ok" with data; "absent" when what was asked for is known not to be there; "unreadable" when it
 could not be found out, with the reason. A part that fails or hangs never stops the others.
 No environment variable is printed. Sizes are bytes, times seconds since the epoch by the host's
-clock. report_held.py must lie beside this file: it is run for the parts about what the host
-holds (users, packages, ports, kvhost, adoptable), and with --drives report_drives.py and what it
-imports. Exit 0 when the object was printed.
+clock. forked.py and report_held.py must lie beside this file: the second is run for the parts about
+what the host holds (users, packages, ports, kvhost, adoptable), and with --drives report_drives.py
+and what it imports. Exit 0 when the object was printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvhost.onhost.forked import Running, said
+else:  # it lies beside this file
+    from forked import Running, said
 
 SCHEMA = 1
 ROOT = Path("/")  # tests put a directory with its own proc, sys and etc here
@@ -408,29 +413,9 @@ def model_file(path: Path, uid: int, gids: list[int]) -> Data:
     }
 
 
-def held(args: argparse.Namespace, argv: list[str]) -> Data:
-    """The parts that report_held.py reads. It keeps the time limit itself."""
-    script = Path(__file__).with_name("report_held.py")
-    got = subprocess.run(
-        [sys.executable, "-I", str(script), *argv], stdin=subprocess.DEVNULL,
-        capture_output=True, check=False, timeout=args.timeout_s + 10,
-    )  # fmt: skip
-    if got.returncode:
-        last = got.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise OSError(f"report_held.py exits {got.returncode}: {last[0]}")
-    return dict(json.loads(got.stdout))
-
-
-def driver() -> Data:
+def driver(running: Running, until: float) -> Data:
     """The part that report_gpu.py reads."""
-    got = subprocess.run(
-        [sys.executable, "-I", str(Path(__file__).with_name("report_gpu.py"))],
-        stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=60,
-    )  # fmt: skip
-    if got.returncode:
-        last = got.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        raise OSError(f"report_gpu.py exits {got.returncode}: {last[0]}")
-    return dict(json.loads(got.stdout))
+    return dict(json.loads(said(running, until)))
 
 
 def drives(args: argparse.Namespace) -> Data:
@@ -471,6 +456,13 @@ def gather(parts: dict[str, Callable[[], Any]], timeout_s: float) -> Data:
 
 
 def report(args: argparse.Namespace) -> Data:
+    names = ("base_dir", "tier_dir", "service_user", "packages", "ports", "timeout_s")
+    rest = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    rest += [f"--models-dir={args.models_dir}"] if args.models_dir else []
+    here = Path(__file__).parent
+    held = Running(["python3", str(here / "report_held.py"), *rest])  # it keeps the limit itself
+    gpus = Running(["python3", str(here / "report_gpu.py")])
+    end = time.monotonic() + args.timeout_s
     uid, gids = account(args.service_user)
     paths = list(dict.fromkeys([args.base_dir, args.tier_dir, *args.path_free]))
     parts: dict[str, Callable[[], Any]] = {
@@ -487,17 +479,11 @@ def report(args: argparse.Namespace) -> Data:
         "pythons": lambda: pythons(uid, gids, args.python),
         "gpu": gpu,
         "model": lambda: model(args.model_path, uid, gids),
-        "driver": driver,
+        "driver": lambda: driver(gpus, end),
         "drives": lambda: drives(args),
     }
-    names = ("base_dir", "tier_dir", "service_user", "packages", "ports", "timeout_s")
-    rest = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
-    rest += [f"--models-dir={args.models_dir}"] if args.models_dir else []
-    box: Data = {}
-    thread = threading.Thread(target=lambda: box.update(part(lambda: held(args, rest))))
-    thread.start()
     mine = gather(parts, args.timeout_s)
-    thread.join()
+    box = part(lambda: json.loads(said(held, end + 10)))
     other = box["data"] or dict.fromkeys(HELD, box)
     return {"kvhost_report": SCHEMA, "time_unix": time.time(), **mine, **other}
 
