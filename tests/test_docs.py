@@ -18,6 +18,7 @@ from kvhost.driver import module as driver_module
 from kvhost.drives import claim, claim_reasons
 from kvhost.engine import bundle
 from kvhost.engine.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
+from kvhost.llama.verdict import TABLE as LLAMA_TABLE
 from kvhost.ollama.verdict import TABLE as OLLAMA_TABLE
 from kvhost.onhost import abi_check, engine_pip
 from kvhost.paths import HostPaths
@@ -40,7 +41,7 @@ from kvhost.verdict.judge import RULES, Rule
 from kvhost.verdict.rules import PAGE
 
 REPO = Path(__file__).parents[1]
-CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}
+CAUSES = {row.slug for row in (*TABLE, *FOREIGN_TABLE, *LLAMA_TABLE)}
 CAUSES |= {row.slug for row in OLLAMA_TABLE}
 #: Words with a slash that begin like these are paths of the repository, not of a host.
 TOPS = ("deploys", "docs", "group_data", "inventories", "kvhost", "templates", "tests", "bench")

@@ -14,8 +14,8 @@ import pytest
 
 from kvhost.engine.locks import LockError, read_lock
 from kvhost.engine.matrix import load_matrix
-from kvhost.llama import llama
-from kvhost.model_need_gguf import llama_need
+from kvhost.llama import facts as llama
+from kvhost.llama.need import llama_need
 from kvhost.onhost import engine_program, gguf, llama_check, model_gguf
 from kvhost.services.describe import services
 from kvhost.settings import Settings, SettingsError, validate_hosts

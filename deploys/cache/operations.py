@@ -29,7 +29,7 @@ from deploys.common.rendered import (
     runner_arguments,
     vllm_yaml,
 )
-from kvhost.llama import llama
+from kvhost.llama import facts as llama
 from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, model_path, proof_env, runner_env
 from kvhost.services.namespace import Namespace
 

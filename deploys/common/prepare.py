@@ -28,8 +28,8 @@ from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock
 from kvhost.engine.locks import tools_digest as digest_of_tools
 from kvhost.engine.matrix import LockInfo, ProgramInfo, load_matrix
 from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
-from kvhost.llama import llama
-from kvhost.model_need_gguf import llama_need, need_of_heads
+from kvhost.llama import facts as llama
+from kvhost.llama.need import llama_need, need_of_heads
 from kvhost.onhost import model_builtin
 from kvhost.plan.accelerator import accelerator_refusals, decision_of
 from kvhost.plan.derive import derived

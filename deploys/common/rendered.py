@@ -14,7 +14,7 @@ from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
 from deploys.common.sent import ONHOST
 from kvhost.engine.locks import EngineLock
-from kvhost.llama import llama
+from kvhost.llama import facts as llama
 from kvhost.secrets import certificates
 from kvhost.services import native
 from kvhost.services.describe import Service, model_path, services, unit_file, vllm_config

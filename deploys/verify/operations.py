@@ -31,6 +31,8 @@ from deploys.common.operations import (
 from deploys.common.ready import ready_command
 from deploys.common.reboot import reboot
 from deploys.common.rendered import Late, look
+from kvhost.llama.evidence import parse_llama
+from kvhost.llama.verdict import judge_llama
 from kvhost.onhost.ready import own_requests
 from kvhost.reports.kept import (
     check_writable,
@@ -104,6 +106,35 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
     }
 
 
+def llama_config(run: Run, late: Late) -> dict[str, Any]:
+    """What onhost/evidence_llama.py is told (its docstring is the schema)."""
+    paths, settings = run.paths, run.settings
+    vocab_size = int((late.resolved or {})["vocab_size"])
+    services = ["python3", run.script("services"), "--base", paths.base_dir, "--user", run.user]
+    names = ("runner", "slots")
+    return {
+        "api_base": api_url(settings),
+        "api_key_file": api_key_path(paths) if run.with_key else None,
+        "model": served_name(settings),
+        "namespace_dir": late.namespace_dir(run),
+        "own_tokens": f"{paths.state}/own-tokens.json",
+        "services": {
+            name: {"record": f"{paths.run}/{name}.json", "log": f"{paths.log}/{name}.log"}
+            for name in names
+        },
+        "restart": [*services, "restart", *names],
+        "start": [*services, "start", *names],
+        "keeper": [run.tools_python, run.script("slots"), "--base", paths.base_dir],
+        "slot": settings.llama_slots - 1,
+        "prompt_tokens": settings.verify_prompt_tokens,
+        "vocab": [SPECIAL_IDS, vocab_size - SPECIAL_IDS],
+        "events": list(settings.verify_events),
+        "exact_numerics": run.lock.cuda is None,
+        "disrupt": settings.disrupt,
+        "timeouts": {"ready_s": settings.ready_timeout_s},
+    }
+
+
 @dataclass(frozen=True)
 class Verifier:
     """How a runner is tested: the script of kvhost/onhost that collects the evidence, what it is
@@ -117,6 +148,7 @@ class Verifier:
 
 VERIFIERS = {
     "vllm": Verifier("evidence", evidence_config, parse_events, judge),
+    "llama_server": Verifier("evidence_llama", llama_config, parse_llama, judge_llama),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvhost.engine.matrix import LockError, LockInfo, ProgramInfo
 from kvhost.engine.shim import build_shim, shim_filename
-from kvhost.llama import llama
+from kvhost.llama import facts as llama
 from kvhost.settings import Settings
 
 __all__ = ["EngineLock", "LockError", "LockInfo", "read_lock", "tools_digest"]

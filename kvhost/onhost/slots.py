@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import encodings.idna  # noqa: F401 (before the identity changes: root's Python may be closed then)
 import json
 import os
 import re

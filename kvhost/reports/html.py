@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvhost import __version__
+from kvhost.llama.evidence import LlamaConfig
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.reports import svg as report_svg
 from kvhost.reports.kept import Report
@@ -141,9 +142,10 @@ def _tested(report: Report) -> list[tuple[str, str]]:
         return rows + sorted(report.versions.items())
     config, filesystem = evidence.config, evidence.filesystem
     kind = filesystem.fstype if filesystem else None
+    of = "" if isinstance(config, LlamaConfig) else f", chunks of {config.chunk_size}"
     rows = [
         ("model", config.model or "not known"),
-        ("prompt", f"{config.prompt_tokens} random tokens, chunks of {config.chunk_size}"),
+        ("prompt", f"{config.prompt_tokens} random tokens{of}"),
         ("filesystem of the tier", kind or "not known"),
     ]
     if isinstance(evidence, ForeignEvidence):

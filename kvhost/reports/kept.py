@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvhost import __version__
 from kvhost.basics import SUMMARY_VARIABLE, host_folder, text_of
+from kvhost.llama.evidence import LlamaEvidence
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.records import journal
 from kvhost.verdict.evidence import Evidence
@@ -65,7 +66,9 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     verdict: Verdict
-    evidence: Evidence | ForeignEvidence | OllamaEvidence = Field(discriminator="schema_")
+    evidence: Evidence | ForeignEvidence | LlamaEvidence | OllamaEvidence = Field(
+        discriminator="schema_"
+    )
 
 
 class Report(BaseModel):
@@ -154,7 +157,7 @@ def standing(newest_first: Iterable[Report | None]) -> tuple[Report | None, Repo
 
 def make_report(
     host: str,
-    results: Sequence[tuple[Verdict, Evidence | ForeignEvidence | OllamaEvidence]],
+    results: Sequence[tuple[Verdict, Evidence | ForeignEvidence | LlamaEvidence | OllamaEvidence]],
     at: datetime,
     receipt: str | None = None,
 ) -> Report:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvhost.basics import host_folder
+from kvhost.llama.evidence import LlamaEvidence, LlamaRequest
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.reports.kept import Report, Result, list_reports, load_report, standing
 from kvhost.verdict.evidence import Event, Evidence
@@ -27,6 +28,7 @@ SOURCES: dict[str, str] = {
     "l1": "cache, memory (L1)",
     "l2": "cache, files (L2)",
     "outside": "from outside of vLLM",
+    "slot": "slot, from its file",
 }
 Tokens = dict[str, float]
 Standing = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO_BY_DESIGN", "NONE"]
@@ -124,6 +126,15 @@ def tokens_by_source(facts: Facts | ForeignFacts, role: str) -> Tokens:
     return {source: found[source] for source in SOURCES if found.get(source)}
 
 
+def tokens_of_slot(request: LlamaRequest) -> Tokens:
+    """The same of llama-server: after its restart a slot holds what came from its file."""
+    if request.prompt_n is None or request.cache_n is None:
+        return {}
+    there = "slot" if request.role in ("restored", "control") else "engine"
+    found = {"computed": float(request.prompt_n), there: float(request.cache_n)}
+    return {source: found[source] for source in SOURCES if found.get(source)}
+
+
 def _tokens(evidence: Evidence | ForeignEvidence) -> dict[str, Tokens]:
     facts = Facts(evidence) if isinstance(evidence, Evidence) else ForeignFacts(evidence)
     return {role: tokens_by_source(facts, role) for role in ROLES if facts.request(role)}
@@ -132,7 +143,11 @@ def _tokens(evidence: Evidence | ForeignEvidence) -> dict[str, Tokens]:
 def event_view(result: Result) -> EventView:
     """One event of a report."""
     verdict, evidence = result.verdict, result.evidence
-    tokens = {} if isinstance(evidence, OllamaEvidence) else _tokens(evidence)
+    tokens: dict[str, Tokens] = {}
+    if isinstance(evidence, LlamaEvidence):
+        tokens = {role: tokens_of_slot(one) for role, one in evidence.requests.items()}
+    elif not isinstance(evidence, OllamaEvidence):
+        tokens = _tokens(evidence)
     return EventView(
         name=verdict.event,
         title=EVENT_TITLES[verdict.event],

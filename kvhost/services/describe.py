@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvhost.llama import llama
+from kvhost.llama import facts as llama
 from kvhost.onhost.model_builtin import DIGEST as BUILTIN_DIGEST
 from kvhost.paths import HostPaths
 from kvhost.schema.values import SENT, is_sent

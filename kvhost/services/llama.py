@@ -4,7 +4,7 @@ pruner. Pure. The model is one .gguf file; the tier's files are the server's own
 
 from __future__ import annotations
 
-from kvhost.llama import llama
+from kvhost.llama import facts as llama
 from kvhost.paths import HostPaths
 from kvhost.services.describe import (
     Service,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvhost.model_need_gguf import PLAIN, config_of
+from kvhost.llama.need import PLAIN, config_of
 from kvhost.onhost import gguf
 from kvhost.sizing.kv_bytes import SizeError
 
