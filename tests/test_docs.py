@@ -41,8 +41,8 @@ from kvhost.verdict.judge import RULES, Rule
 from kvhost.verdict.rules import PAGE
 
 REPO = Path(__file__).parents[1]
-CAUSES = {row.slug for row in (*TABLE, *FOREIGN_TABLE, *LLAMA_TABLE)}
-CAUSES |= {row.slug for row in OLLAMA_TABLE}
+CAUSES = {row.slug for row in TABLE} | {row.slug for row in FOREIGN_TABLE}
+CAUSES |= {row.slug for row in LLAMA_TABLE} | {row.slug for row in OLLAMA_TABLE}
 #: Words with a slash that begin like these are paths of the repository, not of a host.
 TOPS = ("deploys", "docs", "group_data", "inventories", "kvhost", "templates", "tests", "bench")
 
