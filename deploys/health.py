@@ -10,9 +10,8 @@ from pyinfra.api import FunctionCommand, operation
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
-from deploys.common.prepare import visit
 from deploys.common.ready import ready_commands
-from deploys.common.refused import not_provisioned, refused
+from deploys.common.refused import provisioned
 from kvhost.commands.asking import answer
 
 
@@ -51,10 +50,6 @@ def health(at: Visit) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = visit()
-if here is None:
-    refused(name="the host gave no report")
-elif here.lacks("services"):
-    not_provisioned(name="health", base_dir=here.paths.base_dir)
-else:
+here = provisioned("services", name="health")
+if here is not None:
     health(name="health", at=here)

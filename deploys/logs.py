@@ -7,8 +7,7 @@ from pyinfra.api import FunctionCommand, operation
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
-from deploys.common.prepare import visit
-from deploys.common.refused import not_provisioned, refused
+from deploys.common.refused import provisioned
 from kvhost.commands.asking import answer, question
 
 
@@ -34,10 +33,6 @@ def logs(at: Visit) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = visit()
-if here is None:
-    refused(name="the host gave no report")
-elif here.lacks("logs"):
-    not_provisioned(name="logs", base_dir=here.paths.base_dir)
-else:
+here = provisioned("logs", name="logs")
+if here is not None:
     logs(name="logs", at=here)

@@ -7,8 +7,8 @@ from pyinfra.api import FunctionCommand, operation
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
-from deploys.common.prepare import model_need, visit
-from deploys.common.refused import not_provisioned, refused
+from deploys.common.prepare import model_need
+from deploys.common.refused import provisioned
 from deploys.common.runlock import take_lock
 from deploys.host.operations import debian_packages
 from kvhost.commands.asking import answer, question
@@ -59,12 +59,8 @@ def measure(at: Visit) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = visit()
-if here is None:
-    refused(name="the host gave no report")
-elif here.lacks("drive_measure"):
-    not_provisioned(name="drive: measure", base_dir=here.paths.base_dir)
-else:
+here = provisioned("drive_measure", name="drive: measure")
+if here is not None:
     take_lock(name="host: one run at a time", run=here)
     if question().get("install"):
         debian_packages(

@@ -8,8 +8,7 @@ from pyinfra.connectors.local import LocalConnector
 
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
-from deploys.common.prepare import visit
-from deploys.common.refused import not_provisioned, refused
+from deploys.common.refused import provisioned
 from kvhost.commands.asking import answer
 
 
@@ -35,10 +34,6 @@ def target(at: Visit) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = visit()
-if here is None:
-    refused(name="the host gave no report")
-elif here.lacks("metrics"):
-    not_provisioned(name="monitoring", base_dir=here.paths.base_dir)
-else:
+here = provisioned("metrics", name="monitoring")
+if here is not None:
     target(name="monitoring: targets", at=here)

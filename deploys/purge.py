@@ -8,9 +8,8 @@ from pyinfra.api import FunctionCommand, StringCommand, operation
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands, connector_arguments
-from deploys.common.prepare import visit
 from deploys.common.ready import ready_command
-from deploys.common.refused import not_provisioned, refused
+from deploys.common.refused import provisioned
 from deploys.common.runlock import take_lock
 from kvhost.commands.asking import answer, question
 
@@ -52,12 +51,8 @@ def purge(at: Visit, verb: str) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = visit()
-if here is None:
-    refused(name="the host gave no report")
-elif here.lacks("purge"):
-    not_provisioned(name="cache: look", base_dir=here.paths.base_dir)
-else:
+here = provisioned("purge", name="cache: look")
+if here is not None:
     verb = str(question().get("verb", "look"))
     if verb == "remove":
         take_lock(name="host: one run at a time", run=here)
