@@ -29,7 +29,7 @@ full = pytest.mark.full
 def engine_of_one(engine: Path) -> Iterator[Pair]:
     base = Path(f"{BASE}-own")
     subprocess.run(["rm", "-rf", str(base)], check=True)
-    one = Pair(base, engine, data={"cache_kind": "native", "max_model_len": 4096})
+    one = Pair(base, engine, data={"cache_kind": "native"})
     one.make()
     try:
         one.start()
@@ -51,7 +51,7 @@ def wait_for(pair: Pair, seconds: float = 240) -> None:
         time.sleep(0.5)
 
 
-def tested(pair: Pair, event: str = "runner", between: str = "") -> tuple[Verdict, Evidence]:
+def verdict_of(pair: Pair, event: str = "runner", between: str = "") -> tuple[Verdict, Evidence]:
     """The verdict of the test; ``between`` is done to the namespace while vLLM is down."""
     script, state = pair.base / "between.sh", pair.base / "state"
     config = pair.config(events=[event], disrupt=True)
@@ -96,7 +96,7 @@ def chunks(pair: Pair) -> list[Path]:
 
 
 def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one: Pair) -> None:
-    verdict, found = tested(engine_of_one)
+    verdict, found = verdict_of(engine_of_one)
     assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
     by_id = {condition.id: condition for condition in verdict.conditions}
     assert by_id["l2_hits"].figure == 2048 and by_id["moved_misses"].met
@@ -108,14 +108,14 @@ def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one:
 
 
 def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
-    verdict, _ = tested(engine_of_one, between="find . -name '*.bin' -delete")
+    verdict, _ = verdict_of(engine_of_one, between="find . -name '*.bin' -delete")
     assert verdict.persisted == "FAIL", (verdict.summary, unmet(verdict))
     assert [cause.slug for cause in verdict.causes][:1] == ["evicted"]
 
 
 @full
 def test_killed_in_the_middle_of_a_write(engine_of_one: Pair) -> None:
-    verdict, _ = tested(engine_of_one, event="kill")
+    verdict, _ = verdict_of(engine_of_one, event="kill")
     assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
 
 
