@@ -129,8 +129,8 @@ def purge(
     )
     if restarts:
         console.print(
-            f"The cache server and the runner of {', '.join(restarts)} are restarted, because "
-            "their memory holds KV too: requests in work are lost."
+            f"Cache server (where there is one) and runner of {', '.join(restarts)} are restarted, "
+            "because their memory holds KV too: requests in work are lost."
         )
     if not yes and not click.confirm("Remove it?", default=False):
         console.print("nothing was removed")

@@ -282,7 +282,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "connector-missing",
         "vLLM asks no external cache: the connector is not configured or not registered.",
-        "Check --kv-transfer-config; the runner's log must say 'Registering kv caches'.",
+        "Check --kv-transfer-config; the runner's log must say 'Registering kv caches', or 'Created"
+        " TieringOffloadingManager' (cache_kind native).",
         lambda f, m: (
             f.vllm("cold", "external_queries") == 0 and f.vllm("restored", "external_queries") == 0
         ),
@@ -303,8 +304,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "load-failed",
-        "The cache server found the KV in L2, but vLLM could not load it.",
-        "Look for truncated or unreadable files in the namespace; start the cache server again"
+        "The KV was found in L2, but vLLM could not load it.",
+        "Look for truncated or unreadable files in the namespace; start the services again"
         " through kvhost, which sweeps files of a wrong size, or remove the namespace.",
         lambda f, m: (
             (m.get("l2_hits") is True and m.get("external_hits") is False)
@@ -393,8 +394,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "served-from-l1",
-        "The cache server's memory (L1) answered, not its files.",
-        "Restart the cache server within the test; see whether it loads files at its start.",
+        "The cache's memory (L1) answered, not its files.",
+        "Restart the service that has it within the test; see whether it loads files at its start.",
         lambda f, m: m.get("l1_zero") is False,
     ),
     Row(
