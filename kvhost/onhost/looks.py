@@ -22,10 +22,14 @@ import gzip
 import hashlib
 import json
 import os
+import pathlib
 import pwd
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+import urllib.request
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 else:  # it lies beside this file
     from forked import MOST_TEXT, commands
 
+#: what several of the scripts load, so that it is loaded once, before the forks
+LOADED = (pathlib, shutil, tempfile, urllib.request)
 HERE = os.path.dirname(os.path.abspath(__file__))
 Data = dict[str, Any]
 
