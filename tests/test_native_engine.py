@@ -117,6 +117,10 @@ def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
 def test_killed_in_the_middle_of_a_write(engine_of_one: Pair) -> None:
     verdict, _ = verdict_of(engine_of_one, event="kill")
     assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
+    # what the killed one left goes if nobody maps it, and where that can be seen
+    log = engine_of_one.log("runner")
+    blind = "shm_sweep: nothing removed, a process cannot be looked at"
+    assert blind in log or "shm_sweep: removed /dev/shm/vllm_offload_" in log
 
 
 @full
