@@ -107,6 +107,7 @@ def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one:
     assert sorted(about) == [".kvhost-namespace.json", "config.json"]
 
 
+@full
 def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
     verdict, _ = verdict_of(engine_of_one, between="find . -name '*.bin' -delete")
     assert verdict.persisted == "FAIL", (verdict.summary, unmet(verdict))
