@@ -7,8 +7,11 @@ provisioned by kvhost; the others begin as its copies. In every round each tool 
 same hosts, in turns, so that the machine's other work hits both; what is compared are ratios of one
 round. Scenarios: nochange; change (one setting, back and forth); with --edits: the same edits are
 made behind the back of each, and `kvhost drift` says whether all of them were mended; with --first:
-new hosts with the engine in its place. A line of JSON a run goes to stdout:
-tool, hosts, delay_ms, scenario, wall_s, cpu_s (controller), rss_mib (largest process), round_trips.
+new hosts with the engine in its place. With --containers N, more hosts than that are entries of the
+inventory that share them (for a run that changes nothing, which is all that is measured then): each
+is connected to and looked at by itself, and the machine needs no memory for 200. A line of JSON a
+run goes to stdout: tool, hosts, delay_ms, scenario, wall_s, cpu_s (controller), rss_mib (largest process), round_trips,
+load (of the machine, at the end).
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class Bench:
             # the largest of all processes so far: of use where kvhost runs alone
             "rss_mib": after.ru_maxrss >> 10,
             "round_trips": self.round_trips(),
+            "load": os.getloadavg()[0],
         }
         return process.returncode, figures, text
 
@@ -97,10 +101,13 @@ class Bench:
 
     asked = 0
 
-    def use(self, hosts: list[Host], delay_ms: float) -> None:
-        """From now on the runs are over these hosts."""
+    def use(self, hosts: list[Host], delay_ms: float, entries: int | None = None) -> None:
+        """From now on the runs are over these hosts; as so many entries of the inventory."""
         self.proxy, self.asked = self.fleet.proxy(delay_ms), 0
         rows = self.fleet.rows(hosts, self.proxy)
+        if entries is not None:
+            at = [divmod(number, len(rows)) for number in range(entries)]
+            rows = [(f"{rows[place][0]}-{again}", rows[place][1]) for again, place in at]
         (self.folder / "hosts.py").write_text(f"hosts = {rows!r}\n")
         lines = [
             f"{name} ansible_host={data['ssh_hostname']} ansible_port={data['ssh_port']} "
@@ -197,9 +204,12 @@ def must(done: tuple[int, dict[str, Any], str], what: str) -> dict[str, Any]:
     return figures
 
 
-def rounds(bench: Bench, args: argparse.Namespace, hosts: list[Host], delay_ms: float) -> None:
+def rounds(
+    bench: Bench, args: argparse.Namespace, hosts: list[Host], count: int, delay_ms: float
+) -> None:
     """All scenarios over these hosts, the tools in turns."""
-    row = {"hosts": len(hosts), "delay_ms": delay_ms}
+    row = {"hosts": count, "delay_ms": delay_ms}
+    alone = count == len(hosts)
     tools = ["kvhost", *(["ansible"] if bench.ansible else [])]
     tools += ["mitogen"] if bench.ansible and bench.mitogen else []
 
@@ -219,11 +229,11 @@ def rounds(bench: Bench, args: argparse.Namespace, hosts: list[Host], delay_ms: 
     for _ in range(args.rounds):
         for tool in tools:
             say(tool=tool, scenario="nochange", **row, **must(run(tool, "a"), tool))
-    for _ in range(args.changes):
+    for _ in range(args.changes if alone else 0):
         for tool in tools:
             for variant in ("b", "a"):
                 say(tool=tool, scenario="change", **row, **must(run(tool, variant), tool))
-    if args.edits:
+    if args.edits and alone:
         for tool in tools:
             for host in hosts:
                 host.root("sh", "-c", EDITS)
@@ -240,6 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", default="1", help="numbers of hosts, as 1,8,32")
     parser.add_argument("--delay-ms", default="20", help="round trips, as 0,20,100")
+    parser.add_argument("--containers", type=int, help="at most so many real hosts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--changes", type=int, default=0)
     parser.add_argument("--edits", action="store_true")
@@ -270,11 +281,12 @@ def main() -> None:
                     for host in new:
                         host.power_cut()
         fleet.keep_layer(seed)
-        hosts = fleet.hosts(max(counts))
+        most = min(max(counts), args.containers or max(counts))
+        hosts = fleet.hosts(most)
         for count in counts:
             for delay_ms in delays:
-                bench.use(hosts[:count], delay_ms)
-                rounds(bench, args, hosts[:count], delay_ms)
+                bench.use(hosts[:count], delay_ms, count if count > most else None)
+                rounds(bench, args, hosts[:count], count, delay_ms)
 
 
 if __name__ == "__main__":
