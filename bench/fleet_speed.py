@@ -8,10 +8,10 @@ same hosts, in turns, so that the machine's other work hits both; what is compar
 round. Scenarios: nochange; change (one setting, back and forth); with --edits: the same edits are
 made behind the back of each, and `kvhost drift` says whether all of them were mended; with --first:
 new hosts with the engine in its place. With --containers N, more hosts than that are entries of the
-inventory that share them (for a run that changes nothing, which is all that is measured then): each
-is connected to and looked at by itself, and the machine needs no memory for 200. A line of JSON a
-run goes to stdout: tool, hosts, delay_ms, scenario, wall_s, cpu_s (controller), rss_mib (largest process), round_trips,
-load (of the machine, at the end).
+inventory that share them (for a run that changes nothing, which is all that is measured then):
+each is connected to and looked at by itself, and the machine needs no memory for 200. A line of
+JSON a run goes to stdout: tool, hosts, delay_ms, scenario, wall_s, cpu_s (controller), rss_mib
+(largest process), round_trips, load (of the machine, at the end).
 """
 
 from __future__ import annotations

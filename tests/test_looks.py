@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,28 @@ def test_the_answers_are_those_of_the_commands_in_their_order(tmp_path: Path) ->
         elif words[0] == "sh":
             assert got["out"] == real.stdout
     assert told[8]["exit"] == 127
+
+
+def test_a_look_as_another_user_has_its_rights_and_nothing_of_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for above in tmp_path.parents[:2]:
+        above.chmod(0o755)
+    script = tmp_path / "who.py"
+    script.write_text(
+        "import json, os\n"
+        "print(json.dumps([os.getresuid(), os.getresgid(), os.getgroups(), dict(os.environ)]))\n"
+    )
+    entry = pwd.getpwnam("nobody")
+    asks = [["user", "nobody", "python3", str(script)], ["user", "nobody", "id", "-u"]]
+    asks += [["user", "nobody", "cat", "/etc/shadow"], ["user", "no-such-user", "id"]]
+    asks += [["argv", "id", "-u"]]
+    forked, by_program, closed, unknown, ours = answer(tmp_path, asks)["answers"]
+    ids, groups, _, env = json.loads(forked["out"])
+    assert (ids, groups, env) == ([entry.pw_uid] * 3, [entry.pw_gid] * 3, {})
+    assert by_program == {"exit": 0, "out": f"{entry.pw_uid}\n"}
+    assert closed["exit"] == 1
+    assert (unknown["exit"], "no-such-user" in unknown["out"]) == (127, True)
+    assert ours["out"] == f"{os.getuid()}\n"
 
 
 def test_files_and_texts_say_what_lies_there(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from deploys.common.facts import unreadable
 from deploys.common.sent import LOOKS, sent
 
-#: ("argv", word, …), ("file", path) or ("text", path): see onhost/looks.py
+#: ("argv", word, …), ("user", user, word, …), ("file", path) or ("text", path): see onhost/looks.py
 Ask = tuple[str, ...]
 
 
@@ -130,7 +130,11 @@ def ask_json(argv: tuple[str, ...]) -> dict[str, Any]:
 
     "exit" is there when the command failed.
     """
-    answer = ask(("argv", *argv))
+    return json_of(ask(("argv", *argv)))
+
+
+def json_of(answer: Any) -> dict[str, Any]:
+    """The same of the answer to a command."""
     if answer is None:
         return unreadable("the command could not be run")
     lines = [line for line in answer["out"].splitlines() if line.strip()]

@@ -11,7 +11,7 @@ import shlex
 from pyinfra.api import StringCommand, operation
 
 from deploys.common.context import Run
-from deploys.common.looks import Ask, ask_json
+from deploys.common.looks import Ask, ask, json_of
 from deploys.common.operations import Commands, as_service, converges
 
 
@@ -20,12 +20,12 @@ def own_files_command(run: Run, *words: str) -> tuple[str, ...]:
 
 
 def own_files_ask(run: Run, *words: str) -> Ask:
-    return ("argv", *own_files_command(run, "--check", *words))
+    return ("user", run.user, "python3", run.script("own_files"), "--check", *words)
 
 
 def own_files(run: Run, *words: str) -> Commands:
     """Commands that make what onhost/own_files.py is told; none when all is as wanted."""
-    check = ask_json(own_files_command(run, "--check", *words))
+    check = json_of(ask(own_files_ask(run, *words)))
     if check["status"] == "ok" and check["data"]["ok"]:
         return
     yield StringCommand(shlex.join(own_files_command(run, *words)))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pkgutil
+import pwd
 import runpy
 import selectors
 import signal
@@ -19,10 +21,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+#: runpy loads it when it runs something, which another user may not be able to
+LOADED = pkgutil
 AT_ONCE = 6
 #: bytes; of a longer output the end is kept
 MOST_TEXT = 4 << 20
 Data = dict[str, Any]
+#: argv, and the user that it is run as; None: this one
+Command = tuple[Sequence[str], str | None]
 
 
 def _as_python_would(argv: Sequence[str]) -> None:
@@ -47,10 +53,19 @@ def _as_python_would(argv: Sequence[str]) -> None:
             os._exit(code)
 
 
+def become(user: str) -> None:
+    """For good, with this user's groups and an empty environment. Raises OSError, KeyError."""
+    entry = pwd.getpwnam(user)
+    os.initgroups(user, entry.pw_gid)
+    os.setresgid(entry.pw_gid, entry.pw_gid, entry.pw_gid)
+    os.setresuid(entry.pw_uid, entry.pw_uid, entry.pw_uid)
+    os.environ.clear()
+
+
 class Running:
     """A command that has been started. Its two outputs come through ``pipe``."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], user: str | None = None) -> None:
         self.text, self.argv = b"", list(argv)
         self.answer: Data | None = None
         sys.stdout.flush()  # or the child would print it again
@@ -64,6 +79,8 @@ class Running:
             for source, target in ((nothing, 0), (theirs, 1), (theirs, 2)):
                 os.dup2(source, target)
             os.close(self.pipe)
+            if user is not None:
+                become(user)
             if argv[0] == "python3" and len(argv) > 1 and os.path.isfile(argv[1]):
                 _as_python_would(argv)
             os.execvp(argv[0], list(argv))
@@ -105,13 +122,13 @@ def wait(running: Sequence[Running], until: float | None = None) -> None:
                 return
 
 
-def commands(argvs: Sequence[Sequence[str]]) -> list[Data]:
+def commands(asked: Sequence[Command]) -> list[Data]:
     """{"exit", "out"} of each, in their order; a few run at once."""
     begun: list[Running] = []
     while True:
         running = [one for one in begun if one.answer is None]
-        while len(begun) < len(argvs) and len(running) < AT_ONCE:
-            begun.append(Running(argvs[len(begun)]))
+        while len(begun) < len(asked) and len(running) < AT_ONCE:
+            begun.append(Running(*asked[len(begun)]))
             running.append(begun[-1])
         if not running:
             return [one.answer or {} for one in begun]
@@ -131,7 +148,7 @@ def said(one: Running, until: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("word", nargs=argparse.REMAINDER, help="the command and its arguments")
-    print(json.dumps(commands([parser.parse_args().word])[0]))
+    print(json.dumps(commands([(parser.parse_args().word, None)])[0]))
     return 0
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Answers many looks at a host in one go: looks.py REQUEST, and prints one JSON object on a line.
 
-REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["sent", SCRIPT, WORD, …] |
-["file", PATH] | ["text", PATH], …], "lock": PATH of the run lock or null, "take": null or arguments
-for runlock.py}. "sent" is a command too: a Python script that lies beside this one. With "take"
-the run lock is taken first; if that fails, nothing is looked at. Nothing else is written.
+REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["user", USER, WORD, …] |
+["sent", SCRIPT, WORD, …] | ["file", PATH] | ["text", PATH], …], "lock": PATH of the run lock or
+null, "take": null or arguments for runlock.py}. "user" is a command run as that user, in an empty
+environment, and "sent" a Python script that lies beside this one. With "take" the run lock is taken
+first; if that fails, nothing is looked at. Nothing else is written.
 
 Of a command comes {"exit", "out"} (both outputs, as they came), of a file null when there is none,
 else {"kind", "owner", "group", "mode", "sha256", "target"}, of a text {"status": ok, absent or
@@ -35,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
 if TYPE_CHECKING:
-    from kvhost.onhost.forked import MOST_TEXT, commands
+    from kvhost.onhost.forked import MOST_TEXT, Command, commands
 else:  # it lies beside this file
-    from forked import MOST_TEXT, commands
+    from forked import MOST_TEXT, Command, commands
 
 #: what several of the scripts load, so that it is loaded once, before the forks
 LOADED = (pathlib, shutil, tempfile, urllib.request)
@@ -96,16 +97,18 @@ def lock_of(path: str) -> Data:
     return told
 
 
-def argv_of(ask: list[str]) -> list[str]:
+def command_of(ask: list[str]) -> Command:
     if ask[0] == "argv":
-        return ask[1:]
-    return ["python3", os.path.join(HERE, ask[1]), *ask[2:]]
+        return ask[1:], None
+    if ask[0] == "user":
+        return ask[2:], ask[1]
+    return ["python3", os.path.join(HERE, ask[1]), *ask[2:]], None
 
 
 def look(asks: list[list[str]]) -> list[Any]:
     answers: list[Any] = [None] * len(asks)
-    numbers = [number for number, ask in enumerate(asks) if ask[0] in ("argv", "sent")]
-    told = commands([argv_of(asks[number]) for number in numbers])
+    numbers = [number for number, ask in enumerate(asks) if ask[0] in ("argv", "user", "sent")]
+    told = commands([command_of(asks[number]) for number in numbers])
     for place, number in enumerate(numbers):
         answers[number] = told[place]
     for number, ask in enumerate(asks):
