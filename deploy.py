@@ -1,6 +1,6 @@
 """The whole run: `pyinfra inventory.py deploy.py`. Every stage says "no change" the second time."""
 
-from deploys import cache, driver, engine, model, monitoring, runner, storage, verify
+from deploys import cache, driver, engine, model, monitoring, ollama, runner, storage, verify
 from deploys import host as host_stage
 from deploys.common.back import finish_way_back
 from deploys.common.prepare import prepare
@@ -12,6 +12,13 @@ run = prepare()
 die_at_step()
 if run is None:
     refused(name="refused: see the plan above")
+elif run.settings.runner == "ollama":  # neither an engine of Python's nor a tier
+    asks = (*host_stage.asks(run), *storage.asks(run), *ollama.asks(run), *monitoring.asks(run))
+    take_lock(name="host: one run at a time", run=run, asks=asks)
+    host_stage.deploy(run)
+    storage.deploy(run)
+    ollama.deploy(run)
+    monitoring.clear(run)
 else:
     asks = (
         *host_stage.asks(run),
@@ -37,6 +44,7 @@ else:
     runner.check(run)
     engine.switch(run)
     cache.deploy(run)
+    ollama.leave(run)
     monitoring.deploy(run)
     runner.deploy(run)
     monitoring.clear(run)

@@ -1,6 +1,6 @@
 """The verdict alone: `pyinfra inventory.py verify.py -y`. Nothing is installed or changed."""
 
-from deploys import verify
+from deploys import ollama, verify
 from deploys.common.prepare import prepare
 from deploys.common.refused import refused
 from deploys.common.runlock import take_lock
@@ -12,4 +12,7 @@ elif run.report.kvhost.data is None or run.report.kvhost.data.receipt.data is No
     refused(name="not provisioned: bin/up does that")
 else:
     take_lock(name="host: one run at a time", run=run)
-    verify.deploy(run, always=True)
+    if run.settings.runner == "ollama":
+        ollama.verdict(run, always=True)
+    else:
+        verify.deploy(run, always=True)

@@ -13,12 +13,15 @@ from deploys.common.operations import Commands
 from deploys.common.ready import ready_commands
 from deploys.common.refused import provisioned
 from kvhost.commands.asking import answer
+from kvhost.ollama.server import adopted
 
 
 def why_not(at: Visit, host: Any) -> str | None:
     """What is wrong with a host, None if nothing is."""
     base = ("--base", at.paths.base_dir, "--user", at.user)
-    status = ask_host(host, ("python3", at.script("services"), *base, "--json", "status"))
+    status: dict[str, Any] | None = {"services": {}}
+    if not adopted(at.settings):
+        status = ask_host(host, ("python3", at.script("services"), *base, "--json", "status"))
     if status is None:
         return "its services could not be asked for"
     wrong = [

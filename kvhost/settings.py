@@ -19,6 +19,7 @@ from kvhost.basics import API_KEY_VARIABLE, SHARED_PASSWORD_VARIABLE
 from kvhost.schema.combinations import combination_problems
 from kvhost.schema.drives import HOST_DATA_ONLY
 from kvhost.schema.llama import LlamaSettings
+from kvhost.schema.ollama import OllamaSettings
 from kvhost.schema.problems import (
     Problem,
     Refusal,
@@ -133,8 +134,8 @@ def settings_digest(settings: Settings) -> str:
     if settings.claims_a_drive:
         content["drive_mount"] = settings.resolved_drive_mount
     # receipts of before these settings existed stay what they are
-    later = ("more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size")
-    for key in (*later, *_SHARED, *LlamaSettings.model_fields):
+    later = ("more_runners", "gpus", "gpu_memory_share", "tensor_parallel_size", *_SHARED)
+    for key in (*later, *LlamaSettings.model_fields, *OllamaSettings.model_fields):
         if content[key] == Settings.model_fields[key].default:
             del content[key]
     reaching = {key: content[key] for key in content if field_notes(key)["reaches_host"]}

@@ -5,15 +5,23 @@ The program is the double; account, unit, drop-ins, journal and systemd are real
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.lab.nspawn import Host, until
+from tests.e2e_tools import Done, make_site
+from tests.lab.nspawn import Host, Lab, until
 
 REPO = Path(__file__).resolve().parents[1]
 DOUBLE = REPO / "tests/doubles/ollama.py"
 BASE, UNIT = "/var/lib/kvhost", "ollama.service"
+MODEL = "qwen3:0.6b"
 PLACE, FOLDER = f"/etc/systemd/system/{UNIT}", f"/etc/systemd/system/{UNIT}.d"
 DROP_IN = f"{FOLDER}/kvhost.conf"
 #: the lines that Ollama's installer writes (its page on Linux); one variable, as people add it
@@ -36,18 +44,19 @@ WantedBy=default.target
 """
 
 
-def install(host: Host, **mode: object) -> None:
-    """As the installer leaves a host: the service runs on its own port."""
+def install(host: Host, port: int = 11434, **mode: object) -> None:
+    """As the installer leaves a host: the service runs on its own port, or on another."""
     home = "/usr/share/ollama"
     host.root("useradd", "-r", "-s", "/bin/false", "-U", "-m", "-d", home, "ollama")
     host.write("/usr/local/bin/ollama", DOUBLE.read_text())
     host.root("chmod", "755", "/usr/local/bin/ollama")
     host.root("mkdir", "-p", "/usr/local/lib/ollama")
     behave(host, **mode)
-    host.write(PLACE, UNIT_TEXT)
+    more = f'Environment="OLLAMA_HOST=127.0.0.1:{port}"\n\n[Install]'
+    host.write(PLACE, UNIT_TEXT if port == 11434 else UNIT_TEXT.replace("\n[Install]", more))
     host.root("systemctl", "daemon-reload")
     host.root("systemctl", "enable", "--now", "--quiet", UNIT)
-    until(lambda: "0.34" in api(host, "version"), 20, "Ollama answers")
+    until(lambda: "0.34" in api(host, "version", port=port), 20, "Ollama answers")
 
 
 def behave(host: Host, **mode: object) -> None:
@@ -67,3 +76,44 @@ def api(host: Host, what: str, body: dict[str, Any] | None = None, port: int = 1
 
 def show(host: Host, name: str) -> str:
     return host.root("systemctl", "show", "-p", name, "--value", UNIT).strip()
+
+
+class Site:
+    """A copy of the repository as the controller, and a host that it reaches over SSH."""
+
+    def __init__(self, lab: Lab, folder: Path, host: Host) -> None:
+        self.lab, self.folder, self.host = lab, folder, host
+        self.copy = make_site(folder / "controller")
+        self.inventory = lab.inventory(folder / "hosts.py")
+
+    def pyinfra(self, *words: str, **data: str) -> Done:
+        """`pyinfra hosts.py deploy.py`, from the copy, as an unprivileged user with sudo."""
+        given = {"model_source": MODEL, **data, "runner": data.get("runner", "ollama")}
+        extra = [w for key, value in given.items() for w in ("--data", f"{key}={value}")]
+        program = Path(sys.executable).with_name("pyinfra")
+        argv = self.lab.argv(str(program), str(self.inventory), *(words or ("deploy.py", "-y")))
+        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
+        done = subprocess.run(
+            [*argv, *extra], cwd=self.copy.repo, text=True, timeout=300, check=False,
+            env={**keep, "HOME": str(self.copy.home)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout)
+
+    def report(self) -> dict[str, Any]:
+        """The newest report on the controller."""
+        newest = max((self.copy.repo / "reports").rglob("*.json"))
+        return dict(json.loads(newest.read_text()))
+
+
+def packed(path: Path) -> tuple[Path, str]:
+    """An archive of the form of Ollama's for Linux, with the double in it; and its sha256."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content, mode in (
+            ("bin/ollama", DOUBLE.read_bytes(), 0o755),
+            ("lib/ollama/libggml-base.so", b"no library", 0o644),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), mode
+            archive.addfile(member, io.BytesIO(content))
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()

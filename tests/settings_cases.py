@@ -107,6 +107,13 @@ DEFAULTS: dict[str, object] = {
     "llama_cache_type_k": "f16",
     "llama_cache_type_v": "f16",
     "llama_save_interval_s": 60.0,
+    "ollama_archive": None,
+    "ollama_kv_cache_type": "f16",
+    "ollama_flash_attention": "auto",
+    "ollama_num_parallel": None,
+    "ollama_keep_alive": None,
+    "ollama_model_digest": None,
+    "ollama_open": False,
     "monitoring": False,
     "monitoring_textfile_dir": "/var/lib/prometheus/node-exporter",
     "shared_tier": None,
@@ -140,6 +147,13 @@ COMPANIONS: dict[str, dict[str, object]] = {
     **{
         f"llama_{key}": {"runner": "llama_server"}
         for key in ("binary", "slots", "cache_type_k", "cache_type_v", "save_interval_s")
+    },
+    **{
+        f"ollama_{key}": {"runner": "ollama", "model_source": "llama3.2:3b"}
+        for key in (
+            *("archive", "kv_cache_type", "flash_attention", "num_parallel", "keep_alive"),
+            *("model_digest", "open"),
+        )
     },
     "driver_reboot": {"driver_install": True},
     "driver_version": {"driver_install": True},
@@ -240,7 +254,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ("l2_adapter", "disk", "must be fs or fs_native"),
     ("l2_adapter", "nixl_store_dynamic", "never stores again"),
     ("l2_adapter", "nixl_store_dynamic", "l2_adapter = 'fs_native'"),
-    ("runner", "ollama", "not in this version"),
     ("runner", "sglang", "must be vllm"),
     ("cache_kind", "local_disk", "does not survive a restart"),
     ("cache_kind", "local_disk", "cache_kind = 'mp'"),

@@ -19,6 +19,7 @@ from kvhost.drives import claim, claim_reasons
 from kvhost.engine import bundle
 from kvhost.engine.packages import FILESYSTEM_PACKAGES, drive_packages, needed_packages
 from kvhost.llama.verdict import TABLE as LLAMA_TABLE
+from kvhost.ollama import plan as ollama_plan
 from kvhost.ollama.verdict import TABLE as OLLAMA_TABLE
 from kvhost.onhost import abi_check, engine_pip
 from kvhost.paths import HostPaths
@@ -110,6 +111,7 @@ def refusal_codes() -> Iterator[str]:
         driver_mend,
         driver_module,
         plan_drives,
+        ollama_plan,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):

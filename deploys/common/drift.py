@@ -11,6 +11,8 @@ from pyinfra import host
 
 from deploys.common.context import REPO, Run
 from deploys.common.facts import DriftText, DriveCheck
+from deploys.common.ollama import prepare_ollama
+from deploys.common.ollama_texts import texts_of
 from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
 from deploys.common.rendered import (
     gpus_of,
@@ -23,6 +25,8 @@ from deploys.common.rendered import (
 from kvhost.drives.order import drive_order
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock, tools_digest
 from kvhost.engine.matrix import load_matrix
+from kvhost.ollama.dropin import DROP_IN, dropin_text
+from kvhost.ollama.server import adopted
 from kvhost.plan.drives import claim_of
 from kvhost.plan.host import choose_python, minor
 from kvhost.plan.lock import choose_lock
@@ -66,6 +70,8 @@ def look() -> Found:
     if own.receipt.status == "absent" and owner != "kvhost":
         return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
     kept = receipts.load(receipts.receipts_dir(), host.name).receipt
+    if settings.runner == "ollama":
+        return look_at_ollama(settings, report, kept)
     lock, python = lock_of(settings, report)
     found_drive = claim_of(settings, report)
     key = api_key(settings, os.environ)
@@ -78,6 +84,52 @@ def look() -> Found:
     wanted = wanted_of(run, kept)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
     return compare(wanted, seen, own.receipt.data, drive_trouble(run))
+
+
+def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any]) -> Found:
+    """The same of a host with the runner Ollama. Raises ReportError."""
+    run, is_adopted = prepare_ollama(settings, report, run_id()), adopted(settings)
+    scripts, paths = own_scripts(run), run.paths
+    texts = texts_of(run)
+    if is_adopted:
+        texts[DROP_IN] = dropin_text(settings, paths)
+    elif run.systemd:
+        unit = f"{paths.etc}/{unit_file('runner')}"
+        texts[f"{UNITS}/{unit_file('runner')}"] = texts[unit]
+    files = {
+        path: File(sha256(text), "755" if path.startswith(f"{paths.bin}/") else "644")
+        for path, text in {**texts, **scripts}.items()
+    }
+    own = () if is_adopted else (paths.log, paths.run, paths.home)
+    wanted = Wanted(
+        files=files,
+        directories={
+            **dict.fromkeys((paths.base_dir, paths.bin, paths.etc), ("root", "755")),
+            **dict.fromkeys(own, (run.user, "700")),
+        },
+        env=run.env_dir,
+        current=paths.current,
+        pins={},
+        settings=settings_digest(settings),
+        lock=run.lock.digest,
+        system=system_of(settings, report),
+        kept=kept,
+        tier_dir=paths.tier_dir,
+        parts=("files", "directories")
+        if is_adopted
+        else ("files", "directories", "env", "services"),
+    )
+    ask = {**ask_of(run, wanted), "parts": wanted.parts}
+    seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask)))
+    held = report.kvhost.data.receipt.data if report.kvhost.data else None
+    found = compare(wanted, seen, held, drive_trouble(run))
+    for refusal in run.plan.refusals:
+        found.rows.append(Drift("host", refusal.what, refusal.needed, refusal.found))
+    late = [one for one in run.plan.actions if one.what.startswith("drop-in")]
+    if is_adopted and not found.rows and late and late[0].state != "keep":
+        what = "the running server"
+        found.rows.append(Drift("service", what, "started with kvhost's drop-in", "without it"))
+    return found
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from deploys.common import early
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, scripts
 from deploys.common.journal import keep_journal
+from deploys.common.ollama import prepare_ollama
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
@@ -149,6 +150,11 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         # this host alone is refused: the others go on
         show(Plan((), (unreadable("host", "the host's report", str(error)),), ()))
         return None
+    if settings.runner == "ollama":
+        run = prepare_ollama(settings, report, run_id())
+        show(Plan((), run.plan.refusals, ()) if only_refusals else run.plan)
+        tell_summary(host.name)
+        return None if run.plan.refusals else run
     info, lock_refusals = choose_lock(settings, report, matrix)
     need = model_need(settings, report)
     settings, why_derived = derived(settings, report, need, cuda=info.cuda is not None)

@@ -28,6 +28,6 @@ def ready_command(run: Visit, *words: str) -> tuple[str, ...]:
 
 def engines(run: Visit) -> tuple[str, ...]:
     """What registers with the cache server, if there is one: each rank of each runner."""
-    if run.settings.native:
+    if run.settings.native or run.settings.runner == "ollama":
         return ()
     return ("--engines", str(sum(one.ranks for one in runners_of(run.settings))))

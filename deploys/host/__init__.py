@@ -8,6 +8,7 @@ from deploys.common.bundle import bundle_place
 from deploys.common.context import Run
 from deploys.common.facts import LIBRARY, scripts
 from deploys.common.looks import Ask
+from deploys.common.ollama import packages_of
 from deploys.common.operations import (
     Directory,
     TextFile,
@@ -19,6 +20,7 @@ from deploys.common.operations import (
 from deploys.common.own import own_directories, own_files_ask, words_for
 from deploys.host.operations import debian_packages, packages_ask, service_user, user_ask
 from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
+from kvhost.ollama.server import adopted
 
 
 def wanted_directories(run: Run) -> list[Directory]:
@@ -27,6 +29,9 @@ def wanted_directories(run: Run) -> list[Directory]:
         paths.base_dir, paths.bin, paths.lib, paths.etc, paths.locks, paths.wheels, paths.tools,
         paths.envs, paths.models, paths.state,
     )  # fmt: skip
+    if adopted(run.settings):  # the unit has a user of its own, and its program is not kvhost's
+        few = (paths.base_dir, paths.bin, paths.lib, paths.etc, paths.state)
+        return [Directory(path, "root", "755") for path in few]
     return [
         *(Directory(path, "root", "755") for path in roots),
         # root's, so that nobody can put a link in the place of a key; a key is its reader's, 0600
@@ -41,6 +46,8 @@ def inside_home(run: Run) -> tuple[str, ...]:
 
 
 def packages(run: Run) -> tuple[str, ...]:
+    if run.settings.runner == "ollama":
+        return packages_of(run.settings, run.python)
     return (
         *needed_packages(run.python, gpu=run.lock.cuda is not None),
         *runner_packages(run.settings),
@@ -59,10 +66,12 @@ def own_scripts(run: Run) -> list[TextFile]:
 def asks(run: Run) -> Iterator[Ask]:
     """What the operations of deploy() will ask."""
     yield packages_ask(packages(run))
-    yield user_ask(run.user)
+    if not adopted(run.settings):
+        yield user_ask(run.user)
     yield from directory_asks(wanted_directories(run))
     yield from file_asks(own_scripts(run))
-    yield own_files_ask(run, *words_for(inside_home(run)))
+    if not adopted(run.settings):
+        yield own_files_ask(run, *words_for(inside_home(run)))
 
 
 def deploy(run: Run) -> None:
@@ -75,7 +84,11 @@ def deploy(run: Run) -> None:
         release=f"{release.id} {release.version_id}" if release else "",
         around=run.paths.bundle,
     )
-    service_user(name="host: the service's user", user=run.user, home=run.paths.home)
+    if not adopted(run.settings):
+        service_user(name="host: the service's user", user=run.user, home=run.paths.home)
     directories(name="host: directories", wanted=wanted_directories(run))
     root_files(name="host: scripts", wanted=own_scripts(run), passing=f"{state}/scripts.tar")
-    own_directories(name="host: directories in the service's home", run=run, paths=inside_home(run))
+    if not adopted(run.settings):
+        own_directories(
+            name="host: directories in the service's home", run=run, paths=inside_home(run)
+        )

@@ -72,7 +72,7 @@ def packages(env: str) -> dict[str, str]:
     """Name -> version of what is installed in an environment, from its .dist-info directories."""
     found: dict[str, str] = {}
     top = os.path.join(env, "lib")
-    for python in sorted(os.listdir(top)):
+    for python in sorted(os.listdir(top)) if os.path.isdir(top) else []:
         site = os.path.join(top, python, "site-packages")
         for name in os.listdir(site) if os.path.isdir(site) else []:
             if name.endswith(".dist-info"):
@@ -141,16 +141,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ask", required=True, help="JSON, see the head of this file")
     ask = json.loads(parser.parse_args().ask)
-    found = {
-        "files": part(functools.partial(by_path, ask["files"])),
-        "directories": part(functools.partial(by_path, ask["directories"])),
-        "env": part(functools.partial(environment, ask["env"])),
-        "services": part(functools.partial(running, ask["base"], ask["user"])),
-        "mounts": part(functools.partial(mounts, ask["mounts"])),
-        "collector": part(
-            functools.partial(collector, ask["base"], ask["user"], ask.get("collector"))
-        ),
+    looks: dict[str, Any] = {
+        "files": functools.partial(by_path, ask["files"]),
+        "directories": functools.partial(by_path, ask["directories"]),
+        "env": functools.partial(environment, ask["env"]),
+        "services": functools.partial(running, ask["base"], ask["user"]),
+        "mounts": functools.partial(mounts, ask["mounts"]),
+        "collector": functools.partial(collector, ask["base"], ask["user"], ask.get("collector")),
     }
+    found = {name: part(looks[name]) for name in ask.get("parts") or looks}
     print(json.dumps(found, separators=(",", ":")))
     return 0
 

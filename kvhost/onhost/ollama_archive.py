@@ -210,7 +210,12 @@ def install(args: argparse.Namespace) -> None:
         checks = prove(partial, args.user)
         engine.remove(env)
         os.rename(partial, env)
-        about = {"lock": args.sha256, "cuda": None, "driver": None, "abi": checks}
+        about = {
+            "lock": args.lock_digest or args.sha256,
+            "cuda": None,
+            "driver": None,
+            "abi": checks,
+        }
         engine.write_marker(env, {**about, **engine.tree_manifest(env)})
     except tarfile.TarError as error:
         raise Failed(f"{args.archive}: {error}") from error
@@ -229,6 +234,7 @@ def main() -> int:
         command.add_argument("--env", required=True, help="directory that it is unpacked to")
         if name == "install":
             command.add_argument("--user", required=True, help="the service's user")
+            command.add_argument("--lock-digest", help="written into the marker")
     args = parser.parse_args()
     try:
         if args.command == "check":

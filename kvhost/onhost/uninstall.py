@@ -30,7 +30,7 @@ MIXED = ("lib", "etc", "bin", "secrets")
 SERVICES = ("cache", "runner", "slots", "pruner")
 KNOWN = {
     "etc": (
-        *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest"),
+        *("service-env.json", "vllm.yaml", "supervisord.conf", "model-digest", "ollama.conf"),
         "shared-ca.pem",
         *(f"{name}.json" for name in SERVICES),
         *(f"kvhost-{name}.service" for name in SERVICES),
@@ -43,6 +43,8 @@ NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 GUARD = "run.lock.guard"
 #: onhost/metrics.py as systemd runs it (kvhost/services/monitoring.py)
 METRICS = "/etc/systemd/system/kvhost-metrics.service"
+#: beside a unit of somebody else's, which ollama_unit.py takes it from
+DROP_IN = "/etc/systemd/system/ollama.service.d/kvhost.conf"
 DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
 Data = dict[str, Any]
 
@@ -130,6 +132,7 @@ class Host:
         found = {p for p in self.listed() if not p.startswith(self.base + "/") and there(p)}
         unit = text_of(METRICS) if self.mine(text_of(METRICS)) else ""
         found |= {METRICS} if unit else set()
+        found |= {DROP_IN} if self.mine(text_of(DROP_IN)) else set()
         for text in (unit, text_of(self.path("etc", "supervisord.conf"))):
             match = re.search(r"/metrics\.py .*--out (/[\w/.+-]+)", text)
             if match and self.mine(text_of(file := match[1] + "/kvhost.prom")):
@@ -233,6 +236,7 @@ class Host:
                     break
             if done.returncode != 0:
                 raise Trouble("the services could not be stopped: nothing was removed")
+        self.give_back_ollama()
         units = [p for p in self.outside() if p.startswith("/etc/systemd/system/")]
         names = [os.path.basename(p) for p in units if "." in os.path.basename(p)]
         if names:
@@ -247,6 +251,14 @@ class Host:
             argv = [sys.executable, sweeper, pool, "lmcache_kv_*", "psm_*", "sem.mp-*"]
             subprocess.run(["setpriv", *ids, *argv], check=False, stdout=sys.stderr)
 
+    def give_back_ollama(self) -> None:
+        """The drop-in goes, and the unit, which is somebody else's, runs as it was."""
+        script = self.path("bin", "ollama_unit.py")
+        if self.mine(text_of(DROP_IN)) and there(script):
+            argv = [sys.executable, script, "remove", "--base", self.base]
+            if subprocess.run(argv, check=False, stdout=sys.stderr).returncode != 0:
+                raise Trouble("ollama.service could not be given back: nothing was removed")
+
     def processes(self) -> list[int]:
         """Processes that were started from below base_dir."""
         inside, found = os.fsencode(self.base + "/"), []
@@ -256,9 +268,7 @@ class Host:
                     continue
                 with open(f"/proc/{name}/cmdline", "rb") as handle:
                     words = handle.read().split(b"\0")[:2]
-                ours = any(word.startswith(inside) for word in words)
-                # one of a container on this host means another directory by the same path
-                if ours and os.path.samefile(f"/proc/{name}/root", "/"):
+                if any(word.startswith(inside) for word in words):
                     found.append(int(name))
         return found
 

@@ -69,6 +69,18 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
     return list(dict.fromkeys(found))
 
 
+def any_runner(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    """What holds for every runner: who may change the host, and who changes it now."""
+    for check in (_privilege, _run_lock):
+        yield from check(settings, report, facts)
+
+
+def own_services(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
+    """What holds where kvhost runs services of its own: account, units, Python of the tools."""
+    for check in (_account, _units, _python):
+        yield from check(settings, report, facts)
+
+
 def _privilege(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     users = report.users
     if users.data is None:

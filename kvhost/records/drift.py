@@ -51,6 +51,8 @@ class Wanted:
     kept: Mapping[str, Any]
     #: paths whose mounts are compared with the kept receipt's
     tier_dir: str = ""
+    #: what is compared; a runner that adopts somebody else's program has fewer
+    parts: tuple[str, ...] = (*("files", "directories", "env", "services", "mounts", "collector"),)
     #: what writes the figures for Prometheus, where it is wanted
     collector: str | None = None
 
@@ -71,7 +73,7 @@ def compare(wanted: Wanted, seen: Mapping[str, Any], held: Any, drive: Sequence[
     """``seen``: what drift_look.py printed. ``held``: the receipt on the host, None without one.
     ``drive``: what `drive_apply.py check` found wrong."""
     found = Found()
-    for name in ("files", "directories", "env", "services", "mounts", "collector"):
+    for name in wanted.parts:
         part = seen.get(name) or {"status": "unreadable", "why": "it was not told"}
         if part["status"] == "unreadable":
             found.unreadable.append(f"{name}: {part['why']}")
@@ -94,6 +96,8 @@ def _files(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
             digest = f"sha256 {str(there['sha256'])[:12]}"
             rows.append(Drift("file", path, f"sha256 {file.sha256[:12]}", digest))
         _owner(rows, path, (file.user, file.mode), there)
+    if "env" not in wanted.parts:
+        return
     link = seen.get(wanted.current)
     target = link.get("target") if link and link["kind"] == "link" else None
     if target != wanted.env:

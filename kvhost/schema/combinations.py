@@ -11,6 +11,7 @@ from kvhost.paths import HostPaths
 from kvhost.schema.drive_combinations import drive_problems
 from kvhost.schema.driver_values import driver_problems
 from kvhost.schema.native_combinations import native_problems
+from kvhost.schema.ollama_combinations import ollama_problems
 from kvhost.schema.problems import Problem
 from kvhost.schema.runner_combinations import runner_problems
 from kvhost.schema.runner_kinds import kind_problems
@@ -30,22 +31,14 @@ def combination_problems(
 
     ``in_env``: the variables with secrets that the controller's environment has.
     """
-    for rule in (
-        _watermarks,
-        _ports,
-        _revision,
-        _tier,
-        _model_dir,
-        _model_store,
-        _verify_length,
-        _verify_hit,
-    ):
+    for rule in (_model_store,) if settings.runner == "ollama" else _OF_A_TIER:
         yield from rule(settings)
     yield from _bundle(settings)
     yield from _key_beyond_loopback(settings, API_KEY_VARIABLE in in_env)
     yield from runner_problems(settings)
     yield from kind_problems(settings)
     yield from native_problems(settings)
+    yield from ollama_problems(settings)
     yield from drive_problems(settings)
     yield from driver_problems(settings)
     yield from shared_problems(settings, SHARED_PASSWORD_VARIABLE in in_env)
@@ -205,7 +198,22 @@ def _verify_hit(s: Settings) -> _Found:
         )
 
 
+#: of a runner whose KV lies in a tier
+_OF_A_TIER = (
+    _watermarks,
+    _ports,
+    _revision,
+    _tier,
+    _model_dir,
+    _model_store,
+    _verify_length,
+    _verify_hit,
+)
+
+
 def _key_beyond_loopback(s: Settings, api_key_in_env: bool) -> _Found:
+    if s.runner == "ollama":
+        return  # its API asks for no key: _ollama_combinations.py
     if not is_loopback(s.api_host) and s.api_key_file is None and not api_key_in_env:
         yield _found(
             ("api_host", "api_key_file"),

@@ -6,7 +6,7 @@ one of `all`. docs/settings.md is made from this schema (`python -m kvhost.schem
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
 
@@ -17,6 +17,7 @@ from kvhost.schema.driver import DriverSettings
 from kvhost.schema.field import setting
 from kvhost.schema.llama import LlamaSettings
 from kvhost.schema.monitoring import MonitoringSettings
+from kvhost.schema.ollama import OllamaSettings
 from kvhost.schema.problems import CombinationError
 from kvhost.schema.runner_args import runner_extra_args as _check_runner_args
 from kvhost.schema.runners import RunnerSettings
@@ -24,10 +25,10 @@ from kvhost.schema.shared import SharedSettings
 from kvhost.schema.unsupported import (
     cache_kind_in_this_version,
     l2_adapter_in_this_version,
-    runner_in_this_version,
 )
 
 DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
+OLLAMA_PORT = 11434
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
 
 
@@ -42,7 +43,7 @@ _Wheel = Annotated[str, AfterValidator(_values.engine_wheel)]
 _ModelSource = Annotated[str, AfterValidator(_values.model_source)]
 _Revision = Annotated[str, AfterValidator(_values.model_revision)]
 _ModelName = Annotated[str, AfterValidator(_values.served_model_name)]
-_Runner = Annotated[Literal["vllm", "llama_server"], BeforeValidator(runner_in_this_version)]
+_Runner = Literal["vllm", "llama_server", "ollama"]
 _L2Adapter = Annotated[Literal["fs", "fs_native"], BeforeValidator(l2_adapter_in_this_version)]
 _CacheKind = Annotated[Literal["mp", "native"], BeforeValidator(cache_kind_in_this_version)]
 _Host = Annotated[str, AfterValidator(_values.api_host)]
@@ -56,7 +57,14 @@ _PLACE, _ENGINE, _MODEL = "Where it lies", "Engine", "Model"
 _CACHE, _API, _RUN = "Cache", "Serving", "Run and verdict"
 
 
-class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings, SharedSettings):
+class Settings(
+    RunnerSettings,
+    LlamaSettings,
+    OllamaSettings,
+    DriverSettings,
+    MonitoringSettings,
+    SharedSettings,
+):
     """Everything that can be set for a host. Frozen; an unknown key or a wrong type is an error.
 
     Types are strict: a whole number may stand for a number, nothing else is converted. Secrets
@@ -153,7 +161,8 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
         "builtin",
         "What is served: the small model that kvhost makes itself (builtin), an absolute path on "
         "the host (for llama_server, of a .gguf file), org/name on the Hugging Face hub, or, after "
-        "controller:, a directory on the controller that is sent to the host.",
+        "controller:, a directory on the controller that is sent to the host; with ollama, a name "
+        "of its library with its tag, or the path of a GGUF on the host.",
         example="/srv/models/llama",
     )
     model_revision: _Revision | None = setting(
@@ -328,7 +337,9 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
         "Address that the API listens on; one beyond loopback needs a key.",
         example="0.0.0.0",
     )
-    api_port: _Port = setting(_API, 8000, "Port of the API.", unit="port", example=8100)
+    api_port: _Port = setting(
+        _API, 8000, "Port of the API; without it, 11434 with ollama.", unit="port", example=8100
+    )
     api_key_file: _ControllerPath | None = setting(
         _API,
         None,
@@ -437,6 +448,14 @@ class Settings(RunnerSettings, LlamaSettings, DriverSettings, MonitoringSettings
         example="102c4c8cef6b-f33dac",
         reaches_host=False,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ports_of_its_own(cls, data: Any) -> Any:
+        """Ollama's clients know its port."""
+        if isinstance(data, dict) and data.get("runner") == "ollama" and "api_port" not in data:
+            return {**data, "api_port": OLLAMA_PORT}
+        return data
 
     @model_validator(mode="after")
     def _fit_together(self, info: ValidationInfo) -> Settings:

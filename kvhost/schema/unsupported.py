@@ -6,9 +6,6 @@ from kvhost.schema.problems import Refusal
 
 _LATER = "is not in this version"
 
-_RUNNERS = {
-    "ollama": f"ollama {_LATER}, and it keeps no KV on disk in any version; vllm does",
-}
 _CACHE_KINDS = {
     "local_disk": (
         "local_disk does not survive a restart in any release of LMCache: its index is kept in "
@@ -59,13 +56,6 @@ OTHER_NAMES: dict[str, str] = {
     "user": "service_user",
     "vllm_args": "runner_extra_args",
 }
-
-
-def runner_in_this_version(value: object) -> object:
-    """Refuse, with the reason, a runner that is known and not supported."""
-    if isinstance(value, str) and value in _RUNNERS:
-        raise Refusal(_RUNNERS[value], "vllm")
-    return value
 
 
 def cache_kind_in_this_version(value: object) -> object:

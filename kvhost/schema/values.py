@@ -58,6 +58,10 @@ _NOT_A_SERVICE_USER = {
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 SENT = "controller:"
+#: of Ollama's library: name:tag or namespace/name:tag; the tag is always written, `latest` moves
+_OLLAMA_NAME = re.compile(
+    r"(?:[a-z0-9][a-z0-9._-]{0,79}/)?[a-z0-9][a-z0-9._-]{0,79}:[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
+)
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 _WHEEL_SHA256 = re.compile(r"sha256=[0-9a-f]{64}")
@@ -204,6 +208,8 @@ def model_source(value: str) -> str:
         return value
     if value.startswith("/"):
         return host_path(value)
+    if is_ollama_name(value):
+        return value  # with which runner, the combinations say
     if not _HUB_ID.fullmatch(value) or "--" in value or ".." in value:
         raise Refusal(
             "must be builtin, an absolute path on the host, controller: and a path on the "
@@ -215,7 +221,13 @@ def model_source(value: str) -> str:
 
 def is_hub_id(source: str) -> bool:
     """Whether an accepted `model_source` is org/name on the hub."""
-    return source != "builtin" and not source.startswith("/") and not is_sent(source)
+    elsewhere = source.startswith("/") or is_sent(source) or is_ollama_name(source)
+    return source != "builtin" and not elsewhere
+
+
+def is_ollama_name(source: str) -> bool:
+    """Whether a `model_source` is a model of Ollama's library, with its tag."""
+    return not is_sent(source) and _OLLAMA_NAME.fullmatch(source) is not None
 
 
 def is_sent(source: str) -> bool:
@@ -248,7 +260,7 @@ def engine_wheel(value: str) -> str:
     target, _, digest = value.rpartition("#")
     if not _WHEEL_SHA256.fullmatch(digest):
         raise Refusal("must end in #sha256= and the 64 digits (0-9 a-f) of the wheel's digest")
-    path = host_path(target) if target.startswith("/") else _path_of_url(target)
+    path = host_path(target) if target.startswith("/") else path_of_url(target)
     name = path.rpartition("/")[2]
     if not (name.startswith("vllm-") and name.endswith(".whl")):
         raise Refusal(
@@ -264,7 +276,7 @@ def program_source(value: str) -> str:
     target, _, digest = value.rpartition("#")
     if not _WHEEL_SHA256.fullmatch(digest):
         raise Refusal("must end in #sha256= and the 64 digits (0-9 a-f) of the file's digest")
-    path = host_path(target) if target.startswith("/") else _path_of_url(target)
+    path = host_path(target) if target.startswith("/") else path_of_url(target)
     if path.endswith((".zip", ".tar.xz", ".tar.zst", ".7z")):
         raise Refusal("must be the program itself or a .tar.gz with it")
     return value
@@ -272,7 +284,7 @@ def program_source(value: str) -> str:
 
 def hub_url(value: str) -> str:
     """Address of a server: http or https, no user, password or query. Never repeats the value."""
-    path = _path_of_url(one_line(value))
+    path = path_of_url(one_line(value))
     if value.endswith("/") or "#" in value or path.endswith("/"):
         raise Refusal("must be the address alone, without a slash at its end", None)
     return value
@@ -288,7 +300,7 @@ def verify_events(items: list[str]) -> list[str]:
     return items
 
 
-def _path_of_url(target: str) -> str:
+def path_of_url(target: str) -> str:
     try:
         url = urlsplit(target)
         host = url.hostname

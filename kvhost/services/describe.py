@@ -153,6 +153,10 @@ def ready_argv(
     settings: Settings, paths: HostPaths, *, with_key: bool, name: str = FIRST
 ) -> tuple[str, ...]:
     """Command that asks whether a runner has answered; run as root, it counts its request."""
+    if settings.runner == "ollama":
+        from kvhost.ollama import server  # it takes Service from here
+
+        return server.ready_argv(settings, paths)
     if settings.runner == "llama_server":
         from kvhost.services import llama as services_llama  # it takes Service from here
 
