@@ -119,7 +119,7 @@ class Bench:
     def kvhost(self, *words: str) -> tuple[int, dict[str, Any], str]:
         inventory = ("--inventory", str(self.folder / "hosts.py"))
         argv = [sys.executable, "-m", "kvhost.cli", "up", *inventory]
-        data = ("--data", "verify=never", "--no-wait")
+        data = ("--data", "verify=never")
         home = {"HOME": str(self.folder), "KVHOST_REPORTS": str(self.folder / "reports")}
         return self.measured([*argv, *words, *data], REPO, **home)
 

@@ -96,6 +96,15 @@ def test_data_without_a_value_is_wrong_usage(copy: Copy) -> None:
     assert (code, secret in text) == (2, False)
 
 
+def test_a_way_in_which_a_failed_host_is_not_seen_is_refused(copy: Copy) -> None:
+    for run in (copy.kvhost, copy.pyinfra):
+        words = ("up", "--inventory") if run == copy.kvhost else ()
+        more = () if run == copy.kvhost else ("exec", "--", "false")
+        code, text = run(*words, copy.inventory('"@local"'), "--no-wait", *more)
+        assert (code, "--no-wait: with it pyinfra" in text) == (2, True), text
+        assert "Loading inventory" not in text
+
+
 def keys(folder: Path) -> dict[str, tuple[Path, str]]:
     """Name -> a file that is no usable key, and what is to be said of it."""
     for name, phrase in (("good", ""), ("locked", PASSPHRASE)):

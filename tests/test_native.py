@@ -25,12 +25,14 @@ from kvhost.settings import Settings
 from kvhost.verdict.evidence import Evidence
 from kvhost.verdict.judge import judge
 from tests.plan_cases import changed as changed_report
+from tests.plan_cases import installed_host, ok, plan
 from tests.settings_cases import check, refused
 
 REPO = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMESPACE = "/var/lib/kvhost/tier/ns-0123"
 NATIVE: dict[str, Any] = {"cache_kind": "native"}
+ETC = [f"/var/lib/kvhost/etc/{name}.json" for name in ("cache", "runner", "pruner")]
 Json = dict[str, Any]
 
 
@@ -423,3 +425,12 @@ def test_evidence_of_a_server_is_judged_as_before() -> None:
 
 def test_the_settings_digest_of_a_host_with_a_server_is_what_it_was() -> None:
     assert Settings.model_fields["cache_kind"].default == "mp"
+
+
+def test_the_plan_says_which_service_goes() -> None:
+    there = {name: {"uid": 0, "mode": "0644", "sha256": "0" * 64} for name in ETC}
+    changes = {**installed_host(), "kvhost.files": ok(there)}
+    got = plan(changes, **NATIVE)
+    gone = [(one.what, one.cost) for one in got.actions if "no more" in one.what]
+    assert gone == [("the service cache, in the settings no more, goes", "stops the service cache")]
+    assert not [one for one in plan(changes).actions if "no more" in one.what]

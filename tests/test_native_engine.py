@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from kvhost.services.describe import NAMESPACE_FILE
+from kvhost.services.native import transfer_config
+from kvhost.settings import Settings
 from kvhost.verdict.evidence import Evidence, parse_events
 from kvhost.verdict.judge import judge
 from kvhost.verdict.types import Verdict
 from tests.e2e_tools import BASE
-from tests.engine_pair import NAMESPACE, REPO, Json, Pair, restart
+from tests.engine_pair import NAMESPACE, REPO, Json, Pair, restart, start, stop
 from tests.engine_setups import get
 
 pytestmark = [pytest.mark.verdict, pytest.mark.engine]
@@ -107,6 +110,29 @@ def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one:
     assert sorted(about) == [".kvhost-namespace.json", "config.json"]
 
 
+def test_a_key_that_vllm_does_not_read_is_named(engine: Path, tmp_path: Path) -> None:
+    told = dict(transfer_config(Settings(cache_kind="native"), "/srv/kv", cuda=False))
+    extra = told["kv_connector_extra_config"]
+    wrong = {**extra, "cpu_byts": 1, "secondary_tiers": [{"type": "fs", "root_dri": "/srv/kv"}]}
+    code = f"""if True:
+        import json, sys
+        sys.path.insert(0, {str(REPO / "kvhost/onhost")!r})
+        import config_check
+        for extra in json.loads(sys.argv[1]):
+            told = {{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}}
+            print(json.dumps(config_check.connector_keys(told)))
+    """
+    argv = [str(engine / "bin/python"), "-c", code, json.dumps([extra, wrong])]
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    fine, found = map(json.loads, done.stdout.splitlines()[-2:])
+    assert fine == []
+    assert [text.split("'")[1] for text in found] == ["cpu_byts", "root_dri"]
+    assert "nearest that there is: cpu_bytes_to_use" in found[0]
+
+
+@full
 def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
     verdict, _ = verdict_of(engine_of_one, between="find . -name '*.bin' -delete")
     assert verdict.persisted == "FAIL", (verdict.summary, unmet(verdict))
@@ -117,6 +143,10 @@ def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
 def test_killed_in_the_middle_of_a_write(engine_of_one: Pair) -> None:
     verdict, _ = verdict_of(engine_of_one, event="kill")
     assert verdict.persisted == "PASS", (verdict.summary, unmet(verdict))
+    # what the killed one left goes if nobody maps it, and where that can be seen
+    log = engine_of_one.log("runner")
+    blind = "shm_sweep: nothing removed, a process cannot be looked at"
+    assert blind in log or "shm_sweep: removed /dev/shm/vllm_offload_" in log
 
 
 @full
@@ -189,6 +219,33 @@ def test_files_removed_below_a_server_that_reads_them(engine_of_one: Pair) -> No
     assert "EngineDeadError" not in pair.log("runner")
     for path in chunks(pair):
         path.unlink()
+
+
+@full
+def test_a_tier_without_room_costs_no_request(engine_of_one: Pair) -> None:
+    pair = engine_of_one
+    stop(pair.base, "runner")
+    where = str(pair.namespace)
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=10m,mode=700", "tmpfs", where]
+    subprocess.run(mounted, check=True)  # room for two chunks of 4 MiB, and no O_DIRECT
+    try:
+        (pair.namespace / NAMESPACE_FILE).write_text('{"chunk_bytes": null}\n')
+        start(pair.base, "runner")
+        wait_for(pair)
+        prompts = [[20 + (13 * n + k) % 200 for n in range(2056)] for k in range(3)]
+        first = [ask(pair, prompt) for prompt in prompts]
+        assert [cached for cached, _ in first] == [0, 0, 0]
+        time.sleep(2)
+        assert 0 < len(chunks(pair)) <= 2
+        assert not list(pair.namespace.rglob("*.tmp")), "what did not fit is taken away"
+        again = [ask(pair, prompt)[1] for prompt in prompts]
+        assert again == [answer for _, answer in first]
+        assert "O_DIRECT is not supported" in pair.log("runner")
+    finally:
+        stop(pair.base, "runner")
+        subprocess.run(["umount", where], check=True)
+        start(pair.base, "runner")
+        wait_for(pair)
 
 
 @full

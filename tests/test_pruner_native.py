@@ -146,3 +146,19 @@ def test_a_run_leaves_empty_directories_to_the_sweep(tier: Path) -> None:
     assert cli("sweep", "--tier", tier, "--dry-run").returncode == 0 and kv.parent.is_dir()
     sweep(tier)
     assert not kv.parents[2].exists() and (tier / "ns-aa").is_dir()
+
+
+def test_a_chunk_that_was_read_is_used_and_each_further_read_counts(tier: Path) -> None:
+    old, new = chunk(tier, 1, age_s=9 * HOUR), chunk(tier, 2, age_s=HOUR)
+    for _ in range(2):
+        time.sleep(0.05)
+        old.read_bytes()
+        status = once(tier, MIB)  # nothing goes, times are re-armed
+        assert status["files"] == 2
+    if status["policy"].startswith("fifo"):
+        pytest.skip("access times do not move on this mount")
+    for path in (new, old):
+        time.sleep(2.1)  # beyond what counts as one prompt
+        path.read_bytes()
+    once(tier, 100 * KIB)
+    assert old.exists() and not new.exists()

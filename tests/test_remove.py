@@ -231,6 +231,23 @@ def test_a_process_that_runs_from_there_keeps_everything(base: Base) -> None:
         process.wait()
 
 
+@root_only
+def test_a_process_of_a_container_with_that_path_keeps_nothing(base: Base, tmp_path: Path) -> None:
+    path = base.root / "envs/a/bin/serve"
+    path.write_text(f"import os, time; os.chroot({str(tmp_path)!r}); time.sleep(60)\n")
+    process = subprocess.Popen([sys.executable, str(path)])
+    try:
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{process.pid}/root").readlink() == Path("/"):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        base.call()
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_links_are_not_followed(base: Base, tmp_path: Path) -> None:
     away = tmp_path / "away"
     away.mkdir()

@@ -99,11 +99,11 @@ def test_a_run_whose_lock_is_gone_is_told(lock: Lock) -> None:
     assert not lock.path.exists()
 
 
-def program(base: Path, name: str) -> subprocess.Popen[bytes]:
+def program(base: Path, name: str, first: str = "") -> subprocess.Popen[bytes]:
     """A program of kvhost at work on this host, as a lost connection leaves it."""
     path = base / "bin" / f"{name}.py"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("import time\ntime.sleep(60)\n")
+    path.write_text(f"import time\n{first}\ntime.sleep(60)\n")
     return subprocess.Popen([sys.executable, str(path), "install"])
 
 
@@ -129,6 +129,28 @@ def test_what_a_dead_run_left_at_work_is_ended_first_and_nothing_else(tmp_path: 
         assert (service.poll(), others.poll()) == (None, None)
     finally:
         for process in (mine, service, others):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another root directory needs root")
+def test_what_is_at_work_in_a_container_of_this_host_is_left(tmp_path: Path) -> None:
+    """Its own installation has the same path there, and is seen from here."""
+    base = tmp_path / "base"
+    (base / "state").mkdir(parents=True)
+    inside = program(base, "engine", first=f"import os; os.chroot({str(tmp_path)!r})")
+    ours = program(base, "generations")
+    try:
+        until_rooted = time.monotonic() + 30
+        while Path(f"/proc/{inside.pid}/root").readlink() == Path("/"):
+            assert time.monotonic() < until_rooted and inside.poll() is None
+            time.sleep(0.02)
+        assert Lock(base / "state/run.lock").rc("take", "a") == 0
+        assert Lock(base / "state/run.lock").rc("drop", "a") == 0
+        assert ours.wait(10) == -15
+        assert inside.poll() is None
+    finally:
+        for process in (inside, ours):
             process.kill()
             process.wait()
 

@@ -218,6 +218,24 @@ def test_a_new_configuration_is_read_even_after_a_death_in_between(
     assert running.good()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another root directory needs root")
+def test_the_supervisord_of_a_container_of_this_host_is_left(running: Base, tmp_path: Path) -> None:
+    """Its configuration has the same path there; without ours there is none that answers here."""
+    program = tmp_path / "supervisord"
+    program.write_text(f"import os, time; os.chroot({str(tmp_path)!r}); time.sleep(60)\n")
+    running.call("shutdown")
+    conf = str(running.root / "etc/supervisord.conf")
+    inside = subprocess.Popen([sys.executable, str(program), "-c", conf])
+    try:
+        until(lambda: Path(f"/proc/{inside.pid}/root").readlink() != Path("/"))
+        assert "SIGTERM" not in running.call("ensure")
+        assert inside.poll() is None
+        assert running.good()
+    finally:
+        inside.kill()
+        inside.wait()
+
+
 def test_a_change_of_supervisords_own_part_restarts_it(running: Base) -> None:
     supervisor = running.supervisor()
     conf = running.root / "etc" / "supervisord.conf"

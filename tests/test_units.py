@@ -47,6 +47,16 @@ def test_the_tier_is_waited_for_and_only_its_users_write_it() -> None:
     assert "/mnt/nvme/kv" not in made["runner"]
 
 
+def test_a_runner_that_keeps_its_cache_itself_has_the_tier_and_waits_for_no_server() -> None:
+    made = texts(tier_dir="/mnt/nvme/kv", cache_kind="native")
+    assert set(made) == {"runner", "pruner"}
+    for text in made.values():
+        assert "/mnt/nvme/kv" in lines(text, "RequiresMountsFor")[0].split()
+        assert "/mnt/nvme/kv" in lines(text, "ReadWritePaths")[0].split()
+        assert "kvhost-cache" not in text and "close_ports" not in text and "--cache " not in text
+    assert lines(made["runner"], "After") == lines(made["runner"], "Wants") == []
+
+
 def test_the_key_is_named_and_not_told() -> None:
     with_key, without = texts(), texts(with_key=False)
     credential = ["api-key:/var/lib/kvhost/secrets/api-key"]

@@ -78,6 +78,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("real: vLLM's own tiering", "PASS", base="native-runner"),
     Case("real: vLLM's own tiering, killed in a write", "PASS", base="native-kill"),
+    Case("real: vLLM's own tiering, files removed", "FAIL", cause="evicted", base="native-wiped"),
     # identity
     Case("cache not restarted", "INCONCLUSIVE", same_process("cache"), "not-restarted"),
     Case("runner not restarted", "INCONCLUSIVE", same_process("runner"), "not-restarted"),

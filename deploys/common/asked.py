@@ -34,6 +34,19 @@ def check_data(options: Mapping[str, Any]) -> None:
             _stop(f"--data {what} has no value: write --data KEY=VALUE (docs/settings.md)")
 
 
+def check_ways(options: Mapping[str, Any]) -> None:
+    """No --no-wait. Else ends the process with 2.
+
+    pyinfra 3.10 then counts no host as failed: a host whose operation fails, or that is refused,
+    would be told as done, with exit code 0.
+    """
+    if options.get("no_wait"):
+        _stop(
+            "--no-wait: with it pyinfra does not tell which hosts failed. Leave it out; "
+            "--parallel N is what limits the hosts at work. Nothing was done"
+        )
+
+
 def check_hosts(inventory: Any, options: Mapping[str, Any], chosen: Any) -> None:
     """--limit and --exclude name hosts or groups, and leave one. Else ends the process with 2.
 

@@ -59,6 +59,7 @@ def watch() -> None:
     lenient_output()
     options = asked.given()
     asked.check_data(options)
+    asked.check_ways(options)
     early.watch(options)
     state = context.ctx_state.get()
     init = state.init

@@ -113,9 +113,9 @@ def size_command(
 ) -> None:
     """Bytes of KV, and whether a drive is worth it.
 
-    MODEL is a directory, a config.json, or an id (org/name) in the Hugging Face cache of this
-    machine. Nothing is downloaded. Exit: 0; 1 if the architecture is not known or the weights do
-    not fit into the GPU.
+    MODEL is a directory, a config.json, a .gguf file, or an id (org/name) in the Hugging Face cache
+    of this machine. Nothing is downloaded. Exit: 0; 1 if the architecture is not known or the
+    weights do not fit into the GPU.
     """
     if plot and not (drive_mb_s and prefill):
         raise click.UsageError("--plot shows times: give --drive-mb-s and --prefill too")

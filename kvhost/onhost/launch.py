@@ -314,7 +314,7 @@ class Launch:
     def run_before_stop(self, child: subprocess.Popen[bytes], env: dict[str, str]) -> None:
         """Commands that need the service to answer, such as one that saves what it holds. One that
         fails, or takes too long, keeps nothing from stopping."""
-        deadline = time.monotonic() + max(5.0, self.stop_timeout - 30)
+        deadline = time.monotonic() + max(self.stop_timeout - 30, self.stop_timeout / 2)
         for argv in self.spec.get("before_stop", []):
             self.doing("before it stops: " + " ".join(argv))
             try:

@@ -97,6 +97,15 @@ def may_take(lock: dict[str, Any], args: argparse.Namespace) -> bool:
     return lock["run_id"] in (args.dead, args.break_) or age_s(lock) > STALE_AFTER_S
 
 
+def sees_our_files(pid: int) -> bool:
+    """Whether a process has our root directory: one of a container on this host has another, and
+    what it calls by the same path is not ours."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/root", "/")
+    except OSError:
+        return False  # it has just ended
+
+
 def left_at_work(base: str) -> list[int]:
     """Processes that run one of PROGRAMS of this installation."""
     wanted = {f"{base}/bin/{name}.py" for name in PROGRAMS}
@@ -108,7 +117,7 @@ def left_at_work(base: str) -> list[int]:
         except OSError:
             continue  # it has just ended
         # the program itself, not a shell or sudo that has it in its command line
-        if wanted & set(argv[:3]):
+        if wanted & set(argv[:3]) and sees_our_files(pid):
             found.append(pid)
     return found
 

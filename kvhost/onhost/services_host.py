@@ -168,9 +168,18 @@ class Host:
             except OSError:
                 continue  # it has just ended
             programs = {os.path.basename(word) for word in argv[:2]}
-            if self.conf in argv and "supervisord" in programs:
+            if self.conf in argv and "supervisord" in programs and sees_our_files(pid):
                 found.append(pid)
         return found
+
+
+def sees_our_files(pid: int) -> bool:
+    """Whether a process has our root directory: one of a container on this host has another, and
+    what it calls by the same path is not ours."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/root", "/")
+    except OSError:
+        return False  # it has just ended
 
 
 def alive(pid: Any, ticks: Any) -> bool:

@@ -268,7 +268,9 @@ class Host:
                     continue
                 with open(f"/proc/{name}/cmdline", "rb") as handle:
                     words = handle.read().split(b"\0")[:2]
-                if any(word.startswith(inside) for word in words):
+                ours = any(word.startswith(inside) for word in words)
+                # one of a container on this host means another directory by the same path
+                if ours and os.path.samefile(f"/proc/{name}/root", "/"):
                     found.append(int(name))
         return found
 

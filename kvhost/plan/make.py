@@ -43,7 +43,7 @@ from kvhost.report import ForeignProcess, HostReport, Kvhost, Namespace, Part
 from kvhost.schema.values import is_sent
 from kvhost.services.describe import model_dir
 from kvhost.services.native import native_notes
-from kvhost.services.runners import runners_of, whose_config
+from kvhost.services.runners import left_over, runners_of, whose_config
 from kvhost.settings import Settings
 
 #: as many changed files are named in the plan
@@ -211,7 +211,19 @@ def _services(
             state = "keep" if facts.rendered is not None else "unknown"
         what = words + (f": {', '.join(mine)}" if mine else "")
         actions.append(Action(stage, what, state, cost))
-    return actions
+    return actions + list(_dropped(settings, report))
+
+
+def _dropped(settings: Settings, report: HostReport) -> Iterator[Action]:
+    """Services of before that the settings have no more."""
+    wanted = {name for name, _, _ in planned(settings)}
+    etc = settings.paths.etc
+    for path in left_over(_own(report, "files").data or {}, (), etc):
+        name = path.removeprefix(f"{etc}/").removesuffix(".json")
+        if path.endswith(".json") and name not in wanted:
+            words = f"the service {name}"
+            stops = f"stops {words}" if alive(report, name) else None
+            yield Action("runner", f"{words}, in the settings no more, goes", "change", stops)
 
 
 def _changed_files(

@@ -1,0 +1,325 @@
+"""The keeper of llama-server's slots: what is saved, that nothing damaged reaches the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhost.onhost import slots, slots_files
+from kvhost.onhost.slots import Keeper, Server
+from kvhost.onhost.slots_files import Store, Trouble
+from tests.doubles.llama_server import LlamaDouble
+
+ONHOST = Path(__file__).resolve().parents[1] / "kvhost" / "onhost"
+ENGINE = {
+    "model_digest": "m" * 64,
+    "build": "b11434-double",
+    "cache_type_k": "f16",
+    "cache_type_v": "f16",
+}
+
+
+class Site:
+    """A namespace, its server and a keeper."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.folder = root, root / "tier" / "ns-00"
+        self.folder.mkdir(parents=True)
+        self.engine(ENGINE)
+        self.server = LlamaDouble(self.folder)
+        self.record = root / "runner.json"
+        self.starts = 0
+        self.start()
+
+    def engine(self, fields: dict[str, str]) -> None:
+        text = json.dumps({"schema": 1, "chunk_bytes": None, "engine_config": fields})
+        (self.folder / slots_files.NAMESPACE).write_text(text)
+
+    def start(self) -> None:
+        """The server starts anew."""
+        self.starts += 1
+        self.server.forget()
+        told = {"pid": 100 + self.starts, "start_ticks": 7, "boot_id": "b"}
+        self.record.write_text(json.dumps(told))
+
+    @property
+    def keeper(self) -> Keeper:
+        return Keeper(Store(str(self.folder)), Server(self.server.url, str(self.record), None))
+
+    def save(self) -> list[str]:
+        return self.keeper.save_changed("test", 30, busy_too=True)
+
+    def note(self, name: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / f".{name}.json").read_text())
+        return loaded
+
+    def file(self, name: str) -> Path:
+        return self.folder / str(self.note(name)["file"])
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if path.suffix in (".kv", ".tmp"))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.server.close()
+
+
+def test_a_changed_slot_is_saved_once_with_all_that_tells_what_it_is(site: Site) -> None:
+    site.server.fill(0, b"prompt one")
+    assert site.save() == ["slot-0"]
+    note = site.note("slot-0")
+    assert (note["bytes"], note["tokens"], note["engine"]) == (10, 10, ENGINE)
+    assert note["server_build"] == "b11434-double" and note["why"] == "test"
+    assert site.file("slot-0").read_bytes() == b"prompt one"
+    assert site.file("slot-0").stat().st_mode & 0o777 == 0o600
+    assert site.save() == [] and site.server.saves == 1
+    site.server.fill(0, b"prompt two, longer")
+    assert site.save() == ["slot-0"]
+    assert site.files() == [site.note("slot-0")["file"]]  # the old one is gone
+
+
+def test_a_slot_at_work_waits_for_the_next_round_but_not_at_a_stop(site: Site) -> None:
+    site.server.fill(1, b"x")
+    site.server.busy.add(1)
+    assert site.keeper.save_changed("changed", 30, busy_too=False) == []
+    assert site.save() == ["slot-1"]
+
+
+def test_slots_are_restored_once_for_each_start(site: Site) -> None:
+    site.server.fill(0, b"zero")
+    site.server.fill(1, b"one")
+    site.save()
+    site.start()
+    site.keeper.restore_all()
+    assert site.server.contents == {0: b"zero", 1: b"one"}
+    site.keeper.restore_all()  # as a keeper that starts anew would
+    assert len(site.server.restored) == 2
+
+
+def damage(change: Callable[[Path], object]) -> Callable[[Site], object]:
+    return lambda site: change(site.file("slot-0"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edit(name: str, **changes: Any) -> Callable[[Site], object]:
+    def change(site: Site) -> None:
+        note = {**site.note(name), **changes}
+        (site.folder / f".{name}.json").write_text(json.dumps(note))
+
+    return change
+
+
+def to_a_link(path: Path) -> None:
+    elsewhere = path.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "harm, said",
+    [
+        (damage(lambda p: os.truncate(p, 5)), "has 5 bytes, 10 were written"),
+        (damage(lambda p: os.truncate(p, 0)), "has 0 bytes"),
+        (damage(flip), "the checksum is another"),
+        (damage(lambda p: p.unlink()), "its file is gone"),
+        (damage(to_a_link), "cannot be read"),
+        (lambda s: s.engine({**ENGINE, "model_digest": "n" * 64}), "model_digest differ"),
+        (lambda s: s.engine({**ENGINE, "cache_type_k": "q8_0"}), "cache_type_k differ"),
+        (lambda s: setattr(s.server, "build", "b2-other"), "and b2-other runs"),
+        (edit("slot-0", sha256="0" * 64), "the checksum is another"),
+        (edit("slot-0", bytes=None), "10 bytes, None were written"),
+        (edit("slot-0", file="../../elsewhere.kv"), "of another form"),
+        (edit("slot-0", schema=9), "of another form"),
+        (lambda s: (s.folder / ".slot-0.json").write_text("{"), "note cannot be read"),
+    ],
+)
+def test_what_does_not_verify_never_reaches_the_server_and_is_removed(
+    harm: Callable[[Site], object],
+    said: str,
+    site: Site,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    site.server.fill(0, b"prompt one")
+    site.save()
+    harm(site)
+    site.start()
+    site.keeper.restore_all()
+    assert site.server.restored == []
+    assert not (site.folder / ".slot-0.json").exists()
+    site.keeper.store.clear()
+    assert site.files() == []
+    told = capfd.readouterr().err
+    assert said in told and "removed" in told
+
+
+def test_a_file_without_a_note_is_cleared_and_never_read(site: Site) -> None:
+    lost = site.folder / f"slot-0.{'0' * 16}.kv"
+    lost.write_bytes(b"left by a save that was cut off before its note")
+    site.keeper.restore_all()
+    assert site.server.restored == [] and not lost.exists()
+
+
+def test_a_save_that_is_cut_off_leaves_the_one_before_it_whole(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site.server.fill(0, b"the good one")
+    site.save()
+    good = site.note("slot-0")
+    site.server.fill(0, b"the next one")
+    site.server.short = 3  # a full drive: fewer bytes than the server told
+    assert site.save() == []
+    assert "has 9 bytes, the server wrote 12" in capfd.readouterr().err
+    site.server.short = 0
+    for place in ("replace", "fsync"):  # killed at any of these
+        real = getattr(os, place)
+
+        def die(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, place, die)
+            with pytest.raises(KeyboardInterrupt):
+                site.save()
+        assert site.note("slot-0") == good
+        assert site.keeper.store.why_not("slot-0", good, None) is None
+    site.start()
+    site.keeper.restore_all()
+    assert site.server.contents[0] == b"the good one"
+
+
+def test_what_finds_its_slot_taken_goes_where_there_is_room(site: Site) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    site.start()
+    site.server.fill(0, b"somebody was quicker")
+    site.keeper.restore_all()
+    assert site.server.restored[0][0] == 1
+    assert site.server.contents == {0: b"somebody was quicker", 1: b"zero"}
+
+
+def test_named_ones_fill_what_is_left_the_newest_first(site: Site) -> None:
+    site.server.fill(0, b"older")
+    site.keeper.save(0, "older", "test", 10)
+    time.sleep(0.01)
+    site.server.fill(0, b"newer")
+    site.keeper.save(0, "newer", "test", 10)
+    site.server.fill(0, b"own")
+    site.save()
+    site.start()
+    site.keeper.restore_all()
+    assert site.server.contents == {0: b"own", 1: b"newer"}
+    with pytest.raises(Trouble, match="nothing is saved as gone"):
+        site.keeper.restore(0, "gone")
+
+
+def test_the_pruner_takes_whole_files_and_the_note_follows(site: Site) -> None:
+    (site.folder.parent / ".kvhost-tier").write_text("")
+    site.server.fill(0, b"x" * 500_000)
+    site.save()
+    site.server.fill(1, b"y" * 500_000)
+    site.save()
+    old = site.file("slot-0")
+    os.utime(old, (1, 1))
+    argv = ("once", "--tier", str(site.folder.parent), "--limit-bytes", "800000")
+    subprocess.run([sys.executable, ONHOST / "pruner.py", *argv, "--current", "ns-00"], check=False)
+    assert not old.exists() and site.file("slot-1").exists()
+    assert (site.folder / ".slot-0.json").exists()
+    site.start()
+    site.keeper.restore_all()
+    assert [slot for slot, _ in site.server.restored] == [1]
+    assert not (site.folder / ".slot-0.json").exists()
+
+
+# the program
+
+
+def program(site: Site, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    where = ("--dir", site.folder, "--api", site.server.url, "--record", site.record)
+    return subprocess.run(
+        [sys.executable, ONHOST / "slots.py", *where, *words],
+        capture_output=True, text=True, check=False, **more,
+    )  # fmt: skip
+
+
+def test_by_hand_a_slot_is_saved_listed_compared_restored_and_forgotten(site: Site) -> None:
+    site.server.fill(1, b"a system prompt")
+    assert program(site, "save", "system", "--slot", "1").returncode == 0
+    assert json.loads(program(site, "list").stdout)["system"]["tokens"] == 15
+    assert program(site, "check").returncode == 0
+    site.start()
+    assert program(site, "restore", "system", "--slot", "0").returncode == 0
+    assert site.server.contents[0] == b"a system prompt"
+    flip(site.file("system"))
+    assert program(site, "check").returncode == 1
+    done = program(site, "restore", "system")
+    assert done.returncode == 1 and "not restored and was removed" in done.stderr
+    assert program(site, "forget", "system").returncode == 0
+    empty = program(site, "save", "nothing", "--slot", "1")
+    assert empty.returncode == 1 and "slot 1 is empty" in empty.stderr
+
+
+@pytest.mark.parametrize("name", ["slot-3", "../x", ".hidden", "a b", "x" * 65])
+def test_a_name_that_is_none_is_refused(name: str, site: Site) -> None:
+    assert program(site, "save", name).returncode == 2
+
+
+def test_a_wrong_key_is_said_and_never_shown(site: Site) -> None:
+    site.server.key = "sk-right"
+    done = program(site, "save", "--all", env={**os.environ, "LLAMA_API_KEY": "sk-wrong"})
+    assert done.returncode == 1 and "HTTP 401" in done.stderr
+    assert "sk-wrong" not in done.stdout + done.stderr
+
+
+def test_the_keeper_restores_a_new_process_and_saves_what_changes(site: Site) -> None:
+    site.server.fill(0, b"before")
+    site.save()
+    site.start()
+    words = ("run", "--every", "0.2")
+    where = ("--dir", str(site.folder), "--api", site.server.url, "--record", str(site.record))
+    keeper = subprocess.Popen([sys.executable, ONHOST / "slots.py", *where, *words])
+    try:
+        deadline = time.monotonic() + 15
+        while site.server.contents[0] != b"before":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        site.server.fill(1, b"during")
+        while not (site.folder / ".slot-1.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert site.note("slot-1")["why"] == "changed"
+    finally:
+        keeper.send_signal(signal.SIGTERM)
+        assert keeper.wait(10) == 0
+
+
+def test_two_at_once_take_turns(site: Site) -> None:
+    store = Store(str(site.folder))
+    with (
+        store.locked(),
+        pytest.raises(Trouble, match="was held"),
+        Store(str(site.folder)).locked(wait_s=0.2),
+    ):
+        pass
+
+
+def test_a_directory_that_is_no_namespace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="no namespace of kvhost"):
+        Store(str(tmp_path))
+    assert slots.change_key({"id": 0}) is None
