@@ -245,7 +245,7 @@ def purge(
     "services",
     metavar="NAME",
     multiple=True,
-    help="Only cache, runner, runner-NAME, pruner or supervisord; repeatable.",
+    help="Only cache, runner, runner-NAME, slots, pruner or supervisord; repeatable.",
 )
 @click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
 @click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)

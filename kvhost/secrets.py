@@ -39,7 +39,19 @@ def api_key(settings: Settings, env: Mapping[str, str]) -> Secret | None:
 
     Raises `SecretError` where a file is named, or the variable is set, and holds no usable key.
     """
-    return read_secret("api_key_file", settings.api_key_file, API_KEY_VARIABLE, env)
+    key = read_secret("api_key_file", settings.api_key_file, API_KEY_VARIABLE, env)
+    if key is not None and settings.runner == "llama_server" and "," in key.get_secret_value():
+        # it would take each part for a key of its own, and of a comma alone none at all
+        raise SecretError(
+            "the API key (api_key_file or KVHOST_API_KEY) has a comma in it, at which llama-server "
+            "would part it into several keys: take one without"
+        )
+    if key is not None and settings.runner == "llama_server" and '"' in key.get_secret_value():
+        raise SecretError(
+            "the API key (api_key_file or KVHOST_API_KEY) has a double quote in it, which "
+            "llama-server would take away: take one without"
+        )
+    return key
 
 
 def hf_token(settings: Settings, env: Mapping[str, str]) -> Secret | None:

@@ -16,8 +16,10 @@ from kvhost.engine.locks import LockError, read_lock
 from kvhost.engine.matrix import load_matrix
 from kvhost.llama import facts as llama
 from kvhost.llama.need import llama_need
-from kvhost.onhost import engine_program, gguf, llama_check, model_gguf
+from kvhost.onhost import engine_program, gguf, llama_check, model_gguf, service_names
+from kvhost.secrets import SecretError, api_key
 from kvhost.services.describe import services
+from kvhost.services.runners import left_over
 from kvhost.settings import Settings, SettingsError, validate_hosts
 from kvhost.sizing.model import find_model
 
@@ -63,6 +65,14 @@ def test_settings_of_llama_server_are_refused_with_vllm() -> None:
 
 def test_the_default_of_another_runners_setting_may_be_written_out() -> None:
     assert check(chunk_size=256, llama_slots=2).llama_slots == 2
+
+
+@pytest.mark.parametrize("key", ["sk-a,sk-b", ",", 'sk-"a"'])
+def test_a_key_that_llama_server_would_part_or_change_is_refused(key: str) -> None:
+    with pytest.raises(SecretError, match="llama-server would") as caught:
+        api_key(check(), {"KVHOST_API_KEY": key})
+    assert "sk-" not in str(caught.value)
+    assert api_key(Settings(), {"KVHOST_API_KEY": "sk-a,sk-b"}) is not None
 
 
 # lock
@@ -256,3 +266,43 @@ def test_an_archive_that_would_leave_its_directory_is_refused(
     with pytest.raises(engine_program.NoProgram, match="would leave the environment"):
         bring(tmp_path / "env", f"{archive}#sha256={digest}")
     assert not (tmp_path / "out").exists()
+
+
+# another runner than before
+
+
+@pytest.mark.parametrize(
+    "there, found",
+    [
+        ((), ("cache", "runner", "pruner")),
+        (("cache", "runner", "pruner"), ("cache", "runner", "pruner")),
+        (("runner", "slots", "pruner"), ("runner", "slots", "pruner")),
+        (("cache", "runner", "runner-b", "pruner"), ("cache", "runner", "runner-b", "pruner")),
+        (("cache", "pruner"), ("cache", "runner", "pruner")),  # one is missing, and missed
+    ],
+)
+def test_the_services_of_a_host_are_those_that_its_runner_has(
+    there: tuple[str, ...], found: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "etc").mkdir()
+    for name in there:
+        (tmp_path / "etc" / f"{name}.json").write_text("{}")
+    assert service_names.names(str(tmp_path)) == found
+
+
+def files_of(settings: Settings) -> set[str]:
+    paths = settings.paths
+    found = services(settings, paths, paths.namespace("a" * 24), with_key=False)
+    vllm = {"vllm.yaml"} if settings.runner == "vllm" else set()
+    names = {f"{s.name}.json" for s in found} | {f"kvhost-{s.name}.service" for s in found}
+    return {f"{paths.etc}/{name}" for name in names | vllm}
+
+
+def test_a_change_of_the_runner_leaves_the_services_of_the_old_one_over() -> None:
+    vllm, other = Settings(), check()
+    etc = vllm.paths.etc
+    gone = {Path(path).name for path in left_over(files_of(vllm), files_of(other), etc)}
+    assert gone == {"cache.json", "kvhost-cache.service", "vllm.yaml"}
+    gone = {Path(path).name for path in left_over(files_of(other), files_of(vllm), etc)}
+    assert gone == {"slots.json", "kvhost-slots.service"}
+    assert left_over(files_of(vllm), files_of(vllm), etc) == []

@@ -79,9 +79,9 @@ def _silence(row: journal.Row) -> str:
 def service_names(given: tuple[str, ...]) -> tuple[str, ...]:
     """Names of services as they are, whichever runners a host has. Raises click.BadParameter."""
     for name in given:
-        if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|pruner|supervisord", name):
+        if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|slots|pruner|supervisord", name):
             raise click.BadParameter(
-                f"{name!r} is none of cache, runner, runner-NAME, pruner, supervisord"
+                f"{name!r} is none of cache, runner, runner-NAME, slots, pruner, supervisord"
             )
     return given
 
