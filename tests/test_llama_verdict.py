@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from pydantic import ValidationError
 
 from kvhost.llama.evidence import parse_llama
 from kvhost.llama.verdict import RULES, judge_llama
+from kvhost.reports.html import host_page
+from kvhost.reports.kept import load_report, make_report, write_report
+from kvhost.reports.views import SOURCES, event_views, load_hosts
 from kvhost.verdict.types import Verdict
 
 RECORDED = Path(__file__).parent / "fixtures" / "llama" / "both_and_kill.json"
@@ -146,3 +150,20 @@ def test_time_decides_nothing_of_persisted() -> None:
 def test_evidence_of_another_form_is_refused() -> None:
     with pytest.raises(ValidationError):
         judged(lambda e: e.update(surprise=1))
+
+
+def test_a_report_of_it_is_kept_read_and_shown(tmp_path: Path) -> None:
+    found = parse_llama(RECORDED.read_text())
+    results = [(judge_llama(one), one) for one in found]
+    report = make_report("box", results, datetime(2026, 11, 30, tzinfo=UTC))
+    path = write_report(tmp_path, report)
+    assert load_report(path) == report and report.persisted == "PASS"
+    both, _ = event_views(report)
+    assert both.tokens["cold"] == {"computed": 2000}
+    assert both.tokens["warm"] == {"computed": 1, "engine": 1999}
+    assert both.tokens["restored"] == {"computed": 1, "slot": 1999}
+    (view,) = load_hosts(tmp_path)
+    page = host_page(view)
+    assert "slot, from its file" in page and "2000 random tokens" in page and "chunks" not in page
+    colours = (Path(__file__).parents[1] / "templates/report/base.html.j2").read_text()
+    assert all(f"--{name}:" in colours and f'"{name}"' in colours for name in SOURCES)
