@@ -399,3 +399,35 @@ def test_a_runner_that_is_dropped_goes_and_the_others_stay(wide: Wide) -> None:
     assert not lives(gone)
     after = wide.pids()
     assert (after["cache"], after["runner"]) == (before["cache"], before["runner"])
+
+
+class Changing(Base):
+    """A host with vLLM's services, until its settings name another runner."""
+
+    def change(self) -> None:
+        self.order = ("runner", "slots", "pruner")
+        self.codes["slots"], self.more["slots"] = self.codes["runner"], {}
+        self.codes["runner"] += "  # another program"
+        (self.root / "etc/cache.json").unlink()
+        self.render()
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Iterator[Changing]:
+    made = Changing(tmp_path)
+    made.call("ensure")
+    yield made
+    ended(made)
+
+
+def test_another_runner_takes_the_services_of_the_old_one_away(changing: Changing) -> None:
+    before = changing.pids()
+    assert list(before) == ["cache", "runner", "pruner"]
+    changing.change()
+    changing.call("ensure")
+    assert changing.good()
+    after = changing.pids()
+    assert list(after) == ["runner", "slots", "pruner"]
+    assert not lives(before["cache"]) and not lives(before["runner"])
+    assert after["pruner"] == before["pruner"]
+    assert "no service cache" in changing.call("stop", "cache", rc=2)
