@@ -51,6 +51,17 @@ MEANINGLESS = {
         ("monitoring", "monitoring_textfile_dir"),
         "its figures are of vLLM, the cache server and the tier",
     ),
+    "accelerator": "Ollama chooses itself what it computes on",
+    **dict.fromkeys(
+        (
+            *("driver_install", "driver_reboot", "driver_version"),
+            *("driver_repository", "driver_repository_key"),
+        ),
+        "kvhost installs no driver for it in this version",
+    ),
+    "remove_cache": _NO_TIER,
+    "reboot_local": _NO_TEST,
+    "retry_failed": "an archive that does not come up is not gone back from",
     **dict.fromkeys(("verify_prompt_tokens", "verify_min_hit", "verify_events"), _NO_TEST),
 }
 
