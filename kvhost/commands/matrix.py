@@ -42,7 +42,12 @@ def matrix_command(as_json: bool) -> None:
             for one in matrix.locks.values()
         ]
         absent = [one.model_dump(mode="json") for one in matrix.absent]
-        click.echo(json.dumps({"locks": rows, "absent": absent}, indent=1))
+        programs = [
+            {**one.model_dump(mode="json"), "accelerator": one.accelerator, "state": one.state}
+            for one in matrix.programs.values()
+        ]
+        told = {"locks": rows, "programs": programs, "absent": absent}
+        click.echo(json.dumps(told, indent=1))
         return
     console = Console()
     console.print(matrix_table(matrix))
@@ -63,6 +68,12 @@ def matrix_table(matrix: Matrix) -> Table:
             lines.append(f"driver {one.driver_least} or later, best {one.driver_best}")
             lines.append(f"GPUs of compute capability {', '.join(one.capabilities)}")
         table.add_row(one.name, "\n".join((*lines, one.state)), end_section=True)
+    for program in matrix.programs.values():
+        lines = [f"{program.title} {program.version}, runner {program.runner}"]
+        lines.append(f"{program.machine}, Python {', '.join(program.pythons)}, no GPU")
+        if program.build is not None:
+            lines.append(f"built on the host, {program.build}")
+        table.add_row(program.name, "\n".join((*lines, program.state)), end_section=True)
     return table
 
 

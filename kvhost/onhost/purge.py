@@ -10,8 +10,9 @@ LMCache 0.5.6 names a file MODEL@RANK@GROUP@HASH[@SALT].data, with "-SEP-" for "
 salt stands in it in clear; only its digest is ever shown or passed. The memory of the cache server
 and of the engine cannot be cleared by tenant: both are stopped first, the shared memory is swept,
 and they are started again. vLLM's own tier has files in MODEL_DIGEST_rRANK/, "_" for "/" in MODEL;
-their salt is in a hash, so that no tenant of them can be told, and is refused. Removing is
-unlinking: the blocks on the disk are not overwritten.
+their salt is in a hash, so that no tenant of them can be told, and is refused; so are model and
+tenant of llama-server's saved slots. Removing is unlinking: the blocks on the disk are not
+overwritten.
 Exit: 0 done, 1 not, or not all (why, stderr).
 """
 
@@ -39,6 +40,9 @@ NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services/describe.py)
 POOL = "lmcache_l1_pool_"
+#: a saved slot of llama-server, whose note is .NAME.json, and what else its keeper has there
+SLOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{16}\.kv\Z")
+KEEPERS = (".slots.lock", ".slots-state.json")
 Data = dict[str, Any]
 
 
@@ -140,7 +144,14 @@ def opened(path: str, fd: int) -> Iterator[int]:
 
 def chosen(rows: list[Row], args: argparse.Namespace) -> list[Row]:
     """Of a namespace every file; of a model or tenant those whose name says so. Raises Trouble for
-    a tenant where files may be of any."""
+    a tenant where files may be of any, and for either where they are saved slots."""
+    slots = {row.namespace for row in rows if SLOT.match(row.name)}
+    slots &= {args.namespace or one for one in slots}
+    if slots and (args.tenant_sha256 is not None or args.model is not None):
+        raise Trouble(
+            "saved slots of llama-server tell neither model nor tenant "
+            f"({', '.join(sorted(slots))}): purge the namespace"
+        )
     mute = {row.namespace for row in rows if "/" in row.name}
     if args.namespace is not None:
         mute &= {args.namespace}
@@ -284,6 +295,8 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
                 folder, _, name = row.name.rpartition("/")
                 with opened(folder, namespaces[row.namespace]) as where:
                     os.unlink(name, dir_fd=where)
+                    if slot := SLOT.match(name):
+                        os.unlink(f".{slot[1]}.json", dir_fd=where)
         for fd in namespaces.values():
             os.fsync(fd)
         if args.namespace is not None and args.namespace != now and args.namespace in namespaces:
@@ -312,7 +325,7 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
 def drop(tier: Tier, name: str, fd: int) -> None:
     """The empty directory of a namespace that is not in use; what is not a cache file keeps it."""
     for own in os.listdir(fd):
-        if own.startswith(".kvhost"):
+        if own.startswith(".kvhost") or own in KEEPERS:
             os.unlink(own, dir_fd=fd)
     drop_empty(fd)
     with contextlib.suppress(OSError):
