@@ -227,7 +227,7 @@ def test_a_run_keeps_its_log_and_the_oldest_go(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kvhost.commands import running\n"
         f"sys.exit(running.run([sys.executable, '-c', {script!r}], Path('.'), Path('logs'), "
-        "'deploy', ['key-7c1d0f4b9a']))"
+        "'deploy', lambda: ['key-7c1d0f4b9a']))"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO), "KVHOST_API_KEY": "key-7c1d0f4b9a"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True,

@@ -24,8 +24,8 @@ from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import make_unix_command_for_host
 
 from deploys.common.sent import LOOKS, packed, report_scripts
-from kvhost.last_asked import LastAsked, keep, load
 from kvhost.records.journal import runs_dir
+from kvhost.records.last_asked import LastAsked, keep, load
 
 #: the only run whose looks are known before it has made its plan
 DEPLOY = "deploy.py"

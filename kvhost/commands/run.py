@@ -96,7 +96,10 @@ def pyinfra(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         )
     # -m puts the working copy first on its path
     argv = [sys.executable, "-m", "deploys.start", inventory, deploy, *args]
-    secrets = [*secrets_of_env(os.environ), *fleet_secrets(top)]
+
+    def secrets() -> list[str]:
+        return [*secrets_of_env(os.environ), *fleet_secrets(top)]
+
     try:
         code = running.run(argv, top, top / "logs", Path(deploy).stem, secrets)
     except OSError as error:

@@ -109,15 +109,15 @@ class Board:
 
 
 def run(
-    argv: list[str], folder: Path, logs: Path, what: str, secrets: Iterable[str] = (),
-    *, stdout: TextIO | None = None,
+    argv: list[str], folder: Path, logs: Path, what: str,
+    secrets: Callable[[], Iterable[str]] = tuple, *, stdout: TextIO | None = None,
 ) -> int:  # fmt: skip
     """Runs pyinfra in ``folder``; its exit code, 130 if it was broken off.
 
     On a terminal its hosts are shown as they go on, elsewhere its lines as they come. ``stdout``
-    takes the place of this process's own. Raises OSError where no log can be written.
+    takes the place of this process's own. ``secrets``: what is masked in the log; asked while
+    pyinfra starts, for it may take as long. Raises OSError where no log can be written.
     """
-    mask = Mask(secrets)
     path, file = open_log(logs, what)
     log, board, lock = Sink(file), Board(), threading.Lock()
     shown = stdout or sys.stdout
@@ -140,6 +140,12 @@ def run(
         events = Path(events_folder, "events")
         events.touch()
         process = heard.start(argv, folder, _environment(folder, events))
+        try:
+            mask = Mask(secrets())  # before the first line is read
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         assert process.stdout is not None
         assert process.stderr is not None
         readers = [
