@@ -99,6 +99,18 @@ def test_every_fault_of_a_config_is_named_at_once(tmp_path: Path) -> None:
     assert "chunk_size: at least 1" in str(caught.value)
 
 
+def test_while_the_test_runs_the_shared_tier_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pause.json"
+    with collector.alone({"pause": str(path)}):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert not path.exists()
+    with pytest.raises(KeyError), collector.alone({"pause": str(path)}):
+        raise KeyError
+    assert not path.exists()
+    with collector.alone({"pause": None}):
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_bad_config_is_exit_1_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text("{}")

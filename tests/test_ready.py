@@ -155,7 +155,7 @@ def test_own_requests_are_counted_for_this_runner_alone(place: Place) -> None:
 def test_once_says_what_is_missing(
     place: Place, server: str, path: str, answer: tuple[int, Any], said: str
 ) -> None:
-    assert place.once() == {"ready": True, "missing": None}
+    assert place.once() == {"ready": True, "missing": None, "shared_away": None}
     getattr(place, server).answers[path] = answer
     missing = place.once(rc=1)
     assert missing["ready"] is False
@@ -173,6 +173,19 @@ def test_a_status_that_does_not_speak_of_engines_is_no_reason_to_wait(place: Pla
     assert place.once()["ready"] is True
     place.cache.answers["/status"] = (200, {"l1": {"used": 1}})
     assert place.once()["ready"] is True
+
+
+def test_a_shared_tier_that_is_away_is_said_and_waited_for_by_nobody(place: Place) -> None:
+    state = {"answers": False, "why": "redis://10.0.0.5:6379: Connection refused"}
+    adapters = [{"type": "fs"}, {"type": "kvhost_shared", "shared": state}]
+    place.cache.answers["/status"] = (200, {**STATUS, "storage": {"l2_adapters": adapters}})
+    told = place.once()
+    assert told["ready"] is True
+    assert told["shared_away"] == state["why"]
+    done = place.run("--timeout", "5")
+    assert f"without the shared tier: {state['why']}" in done.stderr
+    state["answers"] = True
+    assert place.once()["shared_away"] is None
 
 
 def test_an_engine_may_be_registered_for_any_way_of_transfer() -> None:

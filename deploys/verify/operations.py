@@ -45,6 +45,7 @@ from kvhost.reports.kept import (
 from kvhost.services.describe import api_key_path, api_url, served_name
 from kvhost.services.runners import asked_runner, runners_of
 from kvhost.services.second_pair import second_pair
+from kvhost.services.shared import pause_path
 from kvhost.verdict.evidence import parse_events
 from kvhost.verdict.judge import judge
 from kvhost.verdict.types import Thresholds, Verdict
@@ -98,6 +99,7 @@ def evidence_config(run: Run, late: Late) -> dict[str, Any]:
         ],
         "engines": sum(one.ranks for one in runners_of(run.settings)),
         "other": other_pair(run, late) if "other" in settings.events else None,
+        "pause": pause_path(paths) if settings.shared_tier is not None else None,
         "prompt_tokens": settings.verify_prompt_tokens,
         "chunk_size": settings.chunk_size,
         "vocab": [SPECIAL_IDS, vocab_size - SPECIAL_IDS],

@@ -41,6 +41,8 @@ The config is one JSON object. All URLs are plain HTTP on this host; paths are a
   "cache_http", "user": str|null, who may read their secrets}, SPEC as launch.py reads it,
   "start" gets its path as last argument, "{api_port}", "{cache_port}" and "{cache_http_port}"
   are filled in;
+  pause null (file in a directory of root's: while the test runs, the cache server leaves the tier
+  that it shares with other hosts alone, so that nothing but this host's own answers);
   timeouts {"request_s": 600, "ready_s": 600, "restart_s": 180, "write_s": 120, "stable_s": 2,
   "settle_s": 10, "registered_s": 60, "flush_s": 900}, seconds.
 
@@ -58,6 +60,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
@@ -117,6 +120,21 @@ def run_events(config: Json, done: list[Json]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def alone(config: Json) -> Iterator[None]:
+    """Only this host's own tier answers meanwhile: kvhost_shared.py looks for that process."""
+    path, here = config["pause"], probe.process(os.getpid())
+    if path is None or here is None:
+        yield
+        return
+    probe.write_json(path, {key: here[key] for key in ("pid", "start_ticks")}, 0o644)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 def waiting(config: Json, done: list[Json]) -> Test | None:
     """The test that was to go on after a reboot, if there was one. Any other journal is forgotten,
     and the files of its test are removed. Raises ValueError, OSError."""
@@ -161,7 +179,8 @@ def main() -> int:
     done: list[Json] = []
     try:
         config = load_config(args.config)
-        code = run_events(config, done)
+        with alone(config):
+            code = run_events(config, done)
     except (OSError, ValueError) as error:
         print(f"{args.config}: {error}", file=sys.stderr)
         return 1

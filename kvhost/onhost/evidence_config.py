@@ -44,6 +44,7 @@ OPTIONAL: Json = {
     "engines": 1,
     "others": [],
     "other": None,
+    "pause": None,
 }
 
 

@@ -69,6 +69,18 @@ def registered(status: Any) -> int | None:
     return known
 
 
+def shared_away(status: Any) -> str | None:
+    """Why the tier that hosts share is not used, by the cache server's /status; None if it is, or
+    there is none. No reason not to be ready: the host goes on without it."""
+    if isinstance(status, dict):
+        shared = status.get("shared")
+        if isinstance(shared, dict) and status.get("type") == "kvhost_shared":
+            return None if shared.get("answers") else str(shared.get("why"))
+        status = list(status.values())
+    found = [shared_away(one) for one in status] if isinstance(status, list) else []
+    return next((one for one in found if one is not None), None)
+
+
 class Server:
     """The two services, asked over HTTP. Raises OSError, ValueError for an unusable key file."""
 
@@ -81,6 +93,8 @@ class Server:
         self.runner: str = args.runner
         self.engines: int = args.engines
         self.key: str | None = None
+        #: what the cache server said of itself last
+        self.status: Any = None
         if args.key_file:
             with open(args.key_file, encoding="utf-8") as handle:
                 self.key = handle.read().rstrip("\n")
@@ -120,9 +134,10 @@ class Server:
         """What is missing of the engines' registrations with the cache server, in words."""
         status, text = call(cache + "/status", timeout=5)
         try:
-            found = registered(json.loads(text)) if status == 200 else None
+            self.status = json.loads(text) if status == 200 else None
         except ValueError:
             return f"the cache server's status: not JSON: {text.strip()[:200]}"
+        found = registered(self.status)
         if found is not None and found < self.engines:
             some = f", {found} of {self.engines}" if self.engines > 1 else ""
             return f"vLLM's registration with the cache server{some}"
@@ -224,6 +239,9 @@ def wait(server: Server, timeout: float, main: int | None = None) -> int:
         now = time.monotonic()
         if missing is None:
             say(f"ready after {now - began:.0f} s")
+            away = shared_away(server.status)
+            if away is not None:
+                say(f"without the shared tier: {away}")
             return 0
         if main is not None and not lives(main):
             say(f"not ready: process {main} has ended")
@@ -269,7 +287,8 @@ def main() -> int:
         return 1
     if args.once:
         missing = server.missing(generate=False)
-        print(json.dumps({"ready": missing is None, "missing": missing}))
+        away = shared_away(server.status)
+        print(json.dumps({"ready": missing is None, "missing": missing, "shared_away": away}))
         return 0 if missing is None else 1
     return wait(server, args.timeout, args.main)
 

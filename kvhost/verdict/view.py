@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -51,15 +53,21 @@ def headline(host: str, verdict: Verdict) -> Text:
     return text
 
 
-def verdict_table(host: str, verdict: Verdict) -> RenderableType:
-    """Headline, every condition with figure and threshold, summary, likely causes."""
+def condition_table(conditions: Iterable[Condition]) -> Table:
+    """Every condition with figure and threshold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("condition", width=25)
     table.add_column("found", width=17, overflow="fold")
     table.add_column("needed", width=24)
     table.add_column("met", width=3)
-    for condition in verdict.conditions:
+    for condition in conditions:
         table.add_row(*_row(condition))
+    return table
+
+
+def verdict_table(host: str, verdict: Verdict) -> RenderableType:
+    """Headline, every condition with figure and threshold, summary, likely causes."""
+    table = condition_table(verdict.conditions)
     parts: list[RenderableType] = [headline(host, verdict), table, Text(printable(verdict.summary))]
     for cause in verdict.causes:
         parts.append(Text(printable(f"* {cause.title}\n  {cause.change}\n  {cause.link}")))
