@@ -356,6 +356,13 @@ class Adoptable(_Model):
     units: list[str]
 
 
+class SharedStore(_Model):
+    """Whether the store of the shared tier answers from the host, and why not."""
+
+    answers: bool
+    why: str | None
+
+
 class HostReport(_Model):
     """Everything that one run of onhost/report.py found out about a host."""
 
@@ -381,6 +388,8 @@ class HostReport(_Model):
     driver: Part[DriverFacts] = Part[DriverFacts](status="absent", why="not asked for")
     #: looked at only where a drive is claimed, or asked for
     drives: Part[Drives] = Part[Drives](status="absent", why="not asked for")
+    #: the store of the shared tier, as the host reaches it
+    shared: Part[SharedStore] = Part[SharedStore](status="absent", why="not asked for")
 
     def disk(self, path: str) -> Part[Disk]:
         """The filesystem at a path that was asked for; unreadable when it was not asked for."""

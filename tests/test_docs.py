@@ -32,6 +32,7 @@ from kvhost.plan import refusals as plan_refusals
 from kvhost.plan import storage as plan_storage
 from kvhost.plan import types as plan_types
 from kvhost.plan import upgrade as plan_upgrade
+from kvhost.services import store as services_store
 from kvhost.services.describe import service_env
 from kvhost.settings import Settings
 from kvhost.verdict.causes import TABLE
@@ -112,6 +113,7 @@ def refusal_codes() -> Iterator[str]:
         driver_module,
         plan_drives,
         ollama_plan,
+        services_store,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvhost.basics import SHARED_PASSWORD_VARIABLE
-from kvhost.secrets import SecretError, certificates, shared_password
+from kvhost.plan.shared import shared_notes
+from kvhost.report import Part, SharedStore
+from kvhost.secrets import Secret, SecretError, certificates, shared_password
 from kvhost.services import describe as services
-from kvhost.services import shared
+from kvhost.services import shared, store
 from kvhost.settings import settings_digest
+from tests.plan_cases import changed
 from tests.settings_cases import check, refused
 
 pytestmark = pytest.mark.fleet
@@ -151,3 +155,63 @@ def test_a_key_in_the_place_of_certificates_is_refused(tmp_path: Path) -> None:
         certificates("shared_tier_ca_file", str(path))
     path.write_text("-----BEGIN CERTIFICATE-----\nx\n")
     assert certificates("shared_tier_ca_file", str(path)).endswith("x\n")
+
+
+FINE: dict[str, Any] = {
+    "systemd": True, "apt": True, "packages": {}, "address": True, "address_why": None,
+    "port_taken": None, "other": None, "there": False, "memory_bytes": 8 << 30,
+    "disk_free_bytes": 100 << 30,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "code"), [
+    ({}, None),
+    ({"systemd": False}, "store_needs_systemd"),
+    ({"apt": False}, "store_needs_apt"),
+    ({"address": False, "address_why": "EADDRNOTAVAIL"}, "store_address"),
+    ({"port_taken": "EADDRINUSE"}, "store_port"),
+    ({"other": "# Written by kvhost for /srv/other."}, "store_of_others"),
+    ({"memory_bytes": 1 << 30}, "store_memory"),
+    ({"disk_free_bytes": 1 << 30}, "store_disk"),
+])  # fmt: skip
+def test_what_a_host_must_have_for_a_store(change: dict[str, Any], code: str | None) -> None:
+    ours = check({**STORE, "shared_store_persistence": "rdb"}, IN_ENV)
+    password = Secret("x" * store.SHORTEST_PASSWORD)
+    found = [one.code for one in store.store_refusals(ours, {**FINE, **change}, password)]
+    assert found == ([code] if code else [])
+    short = Secret("x" * (store.SHORTEST_PASSWORD - 1))
+    assert [one.code for one in store.store_refusals(ours, FINE, short)] == ["store_password"]
+
+
+def test_which_server_it_is() -> None:
+    def kind(redis: str, valkey: str) -> str:
+        return store.kind_of({"redis-server": redis, "valkey-server": valkey}).name
+
+    assert kind("available", "available") == "redis-server"
+    assert kind("none", "available") == "valkey-server"
+    assert kind("available", "installed") == "valkey-server"
+    assert kind("installed", "installed") == "redis-server"
+
+
+def test_the_stores_files_hold_no_password_but_as_a_digest() -> None:
+    tls: dict[str, object] = {"shared_store_cert_file": "a.pem", "shared_store_key_file": "a.key"}
+    for data in (STORE, {**STORE, **tls, "shared_store_persistence": "aof"}):
+        ours = check(data, IN_ENV)
+        text = store.config_text(ours, store.KINDS[0]) + store.drop_in_text(ours, store.KINDS[0])
+        assert "planted" not in text + store.users_text(Secret(IN_ENV[SHARED_PASSWORD_VARIABLE]))
+        assert "maxmemory-policy allkeys-lru" in text
+        assert "protected-mode yes" in text
+        assert ("port 0\ntls-port 6379" in text) is ("shared_store_cert_file" in data)
+        assert ("appendonly yes" in text) is ("shared_store_persistence" in data)
+
+
+def test_the_plan_says_whom_it_shares_with_and_that_the_store_is_away() -> None:
+    ours = check({"shared_tier": "redis://10.0.0.5:6379"}, IN_ENV)
+    away = Part[SharedStore](status="ok", data=SharedStore(answers=False, why="no route"))
+    there = Part[SharedStore](status="ok", data=SharedStore(answers=True, why=None))
+    for part, notes in ((away, 2), (there, 1)):
+        report = changed({}).model_copy(update={"shared": part})
+        told = list(shared_notes(ours, report))
+        assert len(told) == notes
+        assert ("does not answer from here (no route)" in told[-1]) is (notes == 2)
+    assert list(shared_notes(check({}), changed({}))) == []

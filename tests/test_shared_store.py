@@ -3,6 +3,7 @@ kept, drifted, restarted, taken away; what is refused; no secret where others ca
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -139,10 +140,20 @@ def test_no_secret_where_others_can_read_it(site: StoreSite) -> None:
     assert [p.name for p in kept if PASSWORD.encode() in p.read_bytes()] == ["shared"]
 
 
+def drift(site: StoreSite) -> tuple[int, list[str]]:
+    process = site.fleet.start("drift", "--json", stderr_apart=True)
+    out, err = process.communicate(timeout=60)
+    told = json.loads(out)["store"]
+    assert told["unreadable"] == [], err
+    return process.returncode, sorted(f"{row['what']}: {row['found']}" for row in told["rows"])
+
+
 def test_what_was_changed_behind_its_back_is_mended(site: StoreSite) -> None:
     host = site.host
+    assert drift(site) == (0, [])
     pid = host.root("systemctl", "show", "-P", "MainPID", UNIT).strip()
     host.root("sh", "-c", f"sed -i 's/allkeys-lru/noeviction/' {CONFIG}; chmod 644 {USERS}")
+    assert drift(site) == (2, [f"{CONFIG}: another content", f"{USERS}: redis 644"])
     ran = site.run()
     assert ran.code == 0, ran.text[-6000:]
     assert set(ran.changed()) == {"shared: configuration of the store", f"shared: {USERS}"}
@@ -151,6 +162,7 @@ def test_what_was_changed_behind_its_back_is_mended(site: StoreSite) -> None:
     # the server itself never had other files than those: it goes on
     assert host.root("systemctl", "show", "-P", "MainPID", UNIT).strip() == pid
     host.root("systemctl", "disable", "--now", UNIT)
+    assert drift(site) == (2, ["the server: not so"] * 2)
     assert site.run().changed() == ["shared: the store runs and asks for its password"]
     assert site.ask("ping") == "PONG"
 

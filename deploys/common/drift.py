@@ -9,7 +9,7 @@ from typing import Any
 
 from pyinfra import host
 
-from deploys.common.context import REPO, Run
+from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import DriftText, DriveCheck
 from deploys.common.ollama import prepare_ollama
 from deploys.common.ollama_texts import texts_of
@@ -22,6 +22,7 @@ from deploys.common.rendered import (
     shared_texts,
     vllm_yamls,
 )
+from deploys.common.store import drift_rows
 from kvhost.drives.order import drive_order
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock, tools_digest
 from kvhost.engine.matrix import load_matrix
@@ -67,6 +68,12 @@ def look() -> Found:
         why = own.receipt.why if own else report.kvhost.why
         return Found(unreadable=[f"kvhost's own state: {why}"])
     owner = own.base.data.owner if own.base.data else "nobody"
+    store: list[Drift] = []
+    if settings.shared_store_address is not None:
+        store = drift_rows(Visit(host.name, run_id(), settings, report, with_key=False))
+        was_here = receipts.path_of(receipts.receipts_dir(), host.name).exists()
+        if own.receipt.status == "absent" and not was_here:
+            return Found(rows=store)  # a host of a store alone
     if own.receipt.status == "absent" and owner != "kvhost":
         return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
     kept = receipts.load(receipts.receipts_dir(), host.name).receipt
@@ -83,7 +90,9 @@ def look() -> Found:
     )  # fmt: skip
     wanted = wanted_of(run, kept)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
-    return compare(wanted, seen, own.receipt.data, drive_trouble(run))
+    found = compare(wanted, seen, own.receipt.data, drive_trouble(run))
+    found.rows += store
+    return found
 
 
 def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any]) -> Found:

@@ -122,6 +122,8 @@ def gather(settings: Settings) -> HostReport:
         argv += ["--models-dir", settings.resolved_model_dir]
     if settings.claims_a_drive:
         argv += ["--drives", "--drive-mount", settings.resolved_drive_mount]
+    if settings.shared_tier is not None:
+        argv += ["--shared", settings.shared_tier]
     words = tuple(argv)
     said = early.report(host.name, words)
     return parse_report(said if said is not None else host.get_fact(HostReportText, argv=words))

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from deploys.common.context import Visit
 from deploys.common.sent import ONHOST, sent
+from kvhost.records.drift import Drift
 from kvhost.report import ReportError
 from kvhost.secrets import Secret, SecretError, certificates, private_key, shared_password
 from kvhost.services.store import (
@@ -29,6 +30,7 @@ from kvhost.services.store import (
     drop_in_text,
     kind_of,
     start_text,
+    store_drift,
     users_text,
 )
 from kvhost.settings import Settings
@@ -120,6 +122,17 @@ def secrets_of(settings: Settings) -> tuple[Secret, str | None, Secret | None]:
         return password, None, None
     cert = certificates("shared_store_cert_file", settings.shared_store_cert_file)
     return password, cert, private_key("shared_store_key_file", settings.shared_store_key_file)
+
+
+def drift_rows(at: Visit) -> list[Drift]:
+    """What of this host's store is not as its settings say. Raises ReportError, DeployError."""
+    settings = at.settings
+    place = ("--address", str(settings.shared_store_address))
+    port = ("--port", str(settings.shared_store_port))
+    tls = ("--tls",) if settings.shared_store_cert_file is not None else ()
+    seen = answer(("drift", *place, *port, *tls))
+    store = store_of(at, {"packages": {seen["kind"]: "installed"}})
+    return store_drift(store.plain, store.secret, seen)
 
 
 def store_of(at: Visit, found: Mapping[str, Any]) -> Store:

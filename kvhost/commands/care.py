@@ -122,6 +122,15 @@ def purge(
         return 0
     # without files there may still be memory: chunks that the pruner took from the disk
     restarts = [host["host"] for host in found if host["restarts"] or "namespace" not in what]
+    for host in found:
+        if host.get("shared_why"):
+            console.print(f"{host['host']}: the shared tier: {printable(host['shared_why'])}")
+    shared = max((host.get("shared") or 0 for host in found), default=0)
+    if shared:
+        console.print(
+            f"{counted(shared, 'key')} of the tier that hosts share, for all of them. What other "
+            "hosts hold themselves stays until this is done on them too."
+        )
     console.print(
         f"{counted(total, 'file')}, {size(sum(host['bytes'] for host in found))}. "
         f"{'It is' if total == 1 else 'They are'} unlinked, not "
@@ -138,7 +147,10 @@ def purge(
     code, gone = ask(run, inventory, "deploys/purge.py", args, {"verb": "remove", **what})
     for host in gone:
         files = counted(host["files"], "file")
-        console.print(f"{host['host']}: removed {files}, {size(host['bytes'])}")
+        more = (
+            f", {counted(host['shared'], 'key')} of the shared tier" if host.get("shared") else ""
+        )
+        console.print(f"{host['host']}: removed {files}, {size(host['bytes'])}{more}")
     return code or int(len(gone) != len(found))
 
 

@@ -11,8 +11,9 @@ salt stands in it in clear; only its digest is ever shown or passed. The memory 
 and of the engine cannot be cleared by tenant: both are stopped first, the shared memory is swept,
 and they are started again. vLLM's own tier has files in MODEL_DIGEST_rRANK/, "_" for "/" in MODEL;
 their salt is in a hash, so that no tenant of them can be told, and is refused; so are model and
-tenant of llama-server's saved slots. Removing is unlinking: the blocks on the disk are not
-overwritten.
+tenant of llama-server's saved slots. Of the store that hosts share (kvhost_shared.py) the same
+goes, for all of them; the memory and files of the others stay until they are asked too. Removing is
+unlinking: the blocks on the disk are not overwritten.
 Exit: 0 done, 1 not, or not all (why, stderr).
 """
 
@@ -32,9 +33,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
+    from kvhost.onhost import kvhost_resp as resp
     from kvhost.onhost.pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
-else:  # it lies beside this file on a host, where there is no package kvhost
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+else:  # it lies beside this file on a host, where there is no package kvhost, or in lib/
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:0] = [here, os.path.join(os.path.dirname(here), "lib")]
+    import kvhost_resp as resp
     from pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
@@ -195,6 +199,56 @@ def current(base: str) -> str | None:
     return os.path.basename(str(adapter["base_path"]))
 
 
+def adapter_of(base: str, kind: str) -> Data:
+    """LMCache's description of one tier, from the cache server's arguments; {} without one."""
+    argv = spec(base, "cache").get("argv", [])
+    for number in (n for n, word in enumerate(argv) if word == "--l2-adapter"):
+        adapter: Data = json.loads(argv[number + 1])
+        if adapter.get("type") == kind:
+            return adapter
+    return {}
+
+
+class Shared:
+    """The store that this host shares KV through, if it uses one."""
+
+    def __init__(self, args: argparse.Namespace, rows: list[Row]) -> None:
+        self.args = args
+        self.params: Data = adapter_of(args.base, "plugin").get("adapter_params") or {}
+        self.rows = rows
+
+    def patterns(self) -> list[str]:
+        """Of its keys, kvhost:NAMESPACE:RANK:GROUP:HASH:TENANT. A model is known by the namespaces
+        that hold it here, or that serve it now."""
+        spaces = {"*"} if self.args.namespace is None else {self.args.namespace}
+        if self.args.model is not None:
+            spaces = {row.namespace for row in self.rows if is_model(row.model, self.args.model)}
+            served = spec(self.args.base, "runner").get("argv", [])
+            if any(is_model(word, self.args.model) for word in served):
+                spaces.add(str(self.params["namespace"]))
+            if self.args.namespace is not None:
+                spaces &= {self.args.namespace}
+        tenant = self.args.tenant_sha256 or "*"
+        return [f"kvhost:{space}:*:*:*:{tenant}" for space in sorted(spaces)]
+
+    def ask(self, *, remove: bool) -> Data:
+        """{"shared": how many keys are that, and, removed, were; None: not known, or no shared
+        tier, "shared_why": why they are not known}."""
+        if not self.params:
+            return {"shared": None, "shared_why": None}
+        password = os.path.join(self.args.base, "secrets", "shared-password")
+        try:
+            store = resp.Connection(resp.place_of(self.params), resp.password_in(password), 20)
+            keys = {key for pattern in self.patterns() for key in store.scan(pattern)}
+            if remove:
+                for some in (list(keys)[n : n + 500] for n in range(0, len(keys), 500)):
+                    store.ask("UNLINK", *some)
+            store.close()
+        except (resp.StoreError, resp.Said, OSError) as error:
+            return {"shared": None, "shared_why": str(error)}
+        return {"shared": len(keys), "shared_why": None}
+
+
 def services(args: argparse.Namespace, *words: str) -> subprocess.CompletedProcess[str]:
     script = os.path.join(args.base, "bin", "services.py")
     argv = [sys.executable, script, "--base", args.base, "--user", args.user, *words]
@@ -249,9 +303,11 @@ def summary(rows: list[Row]) -> list[Data]:
 
 
 def look(tier: Tier, args: argparse.Namespace) -> Data:
-    found = chosen(list(tier.rows(tier.namespaces())), args)
+    rows = list(tier.rows(tier.namespaces()))
+    found = chosen(rows, args)
     now = current(args.base)
     return {
+        **Shared(args, rows).ask(remove=False),
         "rows": summary(found),
         "current": now,
         "files": len(found),
@@ -289,7 +345,8 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
         if services(args, "stop", *held_by).returncode != 0:
             raise Trouble("the services could not be stopped: nothing was removed")
     try:
-        gone = chosen(list(tier.rows(namespaces)), args)
+        rows = list(tier.rows(namespaces))
+        gone = chosen(rows, args)
         for row in gone:
             with contextlib.suppress(FileNotFoundError):  # the pruner was faster
                 folder, _, name = row.name.rpartition("/")
@@ -299,6 +356,8 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
                         os.unlink(f".{slot[1]}.json", dir_fd=where)
         for fd in namespaces.values():
             os.fsync(fd)
+        # this host stores nothing meanwhile, unless what is asked for is not in use
+        shared = Shared(args, rows).ask(remove=True)
         if args.namespace is not None and args.namespace != now and args.namespace in namespaces:
             drop(tier, args.namespace, namespaces[args.namespace])
             del namespaces[args.namespace]
@@ -312,9 +371,13 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
         raise Trouble(
             f"the files are removed, and shared memory is left: {', '.join(held)} (above)"
         )
+    if shared["shared_why"] is not None:
+        why = shared["shared_why"]
+        raise Trouble(f"the files are removed, and what is in the shared tier stays: {why}")
     if left:
         raise Trouble(f"{len(left)} files are still there, {left[0].name} among them")
     return {
+        **shared,
         "removed": summary(gone),
         "files": len(gone),
         "bytes": sum(row.size for row in gone),

@@ -20,6 +20,7 @@ import platform
 import pwd
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -438,6 +439,25 @@ def drives(args: argparse.Namespace) -> Data:
     return dict(json.loads(out))
 
 
+def shared(place: str | None) -> Data:
+    """Whether the store that hosts share KV through answers from here: its port, and that it is
+    no other server's, where it speaks plain RESP (redis://)."""
+    if place is None:
+        raise Absent("not asked for")
+    kind, _, rest = place.partition("://")
+    name, _, port = rest.rpartition("@")[2].rpartition(":")
+    try:
+        with socket.create_connection((name.strip("[]"), int(port)), 3) as one:
+            if kind == "redis":
+                one.sendall(b"*1\r\n$4\r\nPING\r\n")
+                said = one.recv(100).decode(errors="replace").strip()
+                if not said.startswith(("-NOAUTH", "+PONG")):
+                    return {"answers": False, "why": f"it says {said[:80]!r}"}
+    except OSError as error:
+        return {"answers": False, "why": error.strerror or str(error)}
+    return {"answers": True, "why": None}
+
+
 def gather(parts: dict[str, Callable[[], Any]], timeout_s: float) -> Data:
     """All parts, each in a thread of its own: a mount that hangs costs its part, not the run."""
     late = f"did not answer within {timeout_s:g} s"
@@ -481,6 +501,7 @@ def report(args: argparse.Namespace) -> Data:
         "model": lambda: model(args.model_path, uid, gids),
         "driver": lambda: driver(gpus, end),
         "drives": lambda: drives(args),
+        "shared": lambda: shared(args.shared),
     }
     mine = gather(parts, args.timeout_s)
     box = part(lambda: json.loads(said(held, end + 10)))
@@ -509,6 +530,7 @@ def main(argv: list[str] | None = None) -> int:
                      help="models lie there too, beside those in base_dir")  # fmt: skip
     cli.add_argument("--drives", action="store_true", help="look at the drives too (as root)")
     cli.add_argument("--drive-mount", type=absolute, metavar="PATH", help="where one is mounted")
+    cli.add_argument("--shared", metavar="URL", help="is this store there: redis://HOST:PORT")
     cli.add_argument("--timeout-s", type=float, default=30.0, help="seconds for all parts")
     print(json.dumps(report(cli.parse_args(argv)), separators=(",", ":")), flush=True)
     return 0

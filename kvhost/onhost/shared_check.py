@@ -46,13 +46,14 @@ LOADS = "lmcache_mp_l2_load_completed_requests_total"  # lmcache 0.5.6, by adapt
 
 
 def chunk_of(name: str) -> str:
-    """RANK:GROUP:HASH of a file of the tier, as it stands in the store's key.
+    """RANK:GROUP:HASH of a file of the tier, as it stands in the store's key. The adapter fs writes
+    numbers with 0x, fs_native without.
 
-    >>> chunk_of("-SEP-models-SEP-m@00000001@0@c0ffee.data")
-    '00000001:0:c0ffee'
+    >>> chunk_of("m@00000100@0@c0ffee.data"), chunk_of("m@0x100@0x0@c0ffee.data")
+    ('00000100:0:c0ffee', '00000100:0:c0ffee')
     """
     _, rank, group, chunk = os.path.splitext(name)[0].split("@")[:4]
-    return f"{rank}:{group}:{chunk}"
+    return f"{int(rank, 16):08x}:{int(group, 16):x}:{chunk}"
 
 
 def shared_state(status: Any) -> Json | None:

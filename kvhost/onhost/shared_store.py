@@ -4,6 +4,7 @@
 shared_store.py look    --base DIR --address A --port P   what a store could be made of here; JSON
 shared_store.py state   --kind K --address A --port P     whether it runs as its files say; JSON
 shared_store.py install --kind K --note FILE              its package, without a server of its own
+shared_store.py drift   [--kind K] --address A --port P   the same, and every file of it; JSON
 shared_store.py remove  --base DIR                        stops it, removes its files; JSON
 
 K: redis-server or valkey-server. Run as root; no secret is on the command line or in an answer.
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import hashlib
 import json
 import os
+import pwd
 import shutil
 import socket
 import ssl
+import stat
 import subprocess
 import sys
 import time
@@ -136,13 +140,37 @@ def size_of(path: str) -> int:
     return total
 
 
+def file_at(path: str) -> Data | None:
+    """None where nothing lies."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    row: Data = {"mode": f"{stat.S_IMODE(found.st_mode):o}", "sha256": None}
+    try:
+        row["user"] = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        row["user"] = str(found.st_uid)
+    if stat.S_ISREG(found.st_mode):
+        with open(path, "rb") as handle:
+            row["sha256"] = hashlib.sha256(handle.read()).hexdigest()
+    return row
+
+
+def drift(args: argparse.Namespace) -> Data:
+    """All that kvhost wrote, as it lies there, and the server."""
+    kinds = [args.kind] if args.kind else [kind for kind in KINDS if os.path.isdir(drop_in(kind))]
+    paths = [os.path.join(ETC, name) for name in FILES]
+    paths += [os.path.join(drop_in(kind), "kvhost.conf") for kind in kinds]
+    args.kind = kinds[0] if kinds else "redis-server"
+    return {"kind": args.kind, "files": {p: file_at(p) for p in paths}, "state": state(args)}
+
+
 def state(args: argparse.Namespace) -> Data:
     """`fresh`: started with the files that lie there now."""
     told = shown(args.kind)
     pid = int(told.get("MainPID") or 0)
-    with open(START, encoding="ascii") as handle:
-        wanted = handle.read().strip()
-    fresh = False
+    wanted, fresh = first_line(START) or "", False
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as handle:
         fresh = wanted.encode() in handle.read().split(b"\0")
     return {
@@ -236,9 +264,15 @@ def remove_path(path: str) -> bool:
     return True
 
 
+ACTIONS = {
+    "look": look, "state": state, "drift": drift, "wait": wait, "install": install,
+    "remove": remove,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=["look", "state", "wait", "install", "remove"])
+    parser.add_argument("command", choices=list(ACTIONS))
     parser.add_argument("--base", default="", help="kvhost's directory")
     parser.add_argument("--kind", choices=sorted(KINDS), help="its package and program")
     parser.add_argument("--address", help="that it listens on")
@@ -246,9 +280,8 @@ def main() -> int:
     parser.add_argument("--tls", action="store_true", help="it speaks TLS")
     parser.add_argument("--note", help="file that keeps the names of installed packages")
     args = parser.parse_args()
-    actions = {"look": look, "state": state, "wait": wait, "install": install, "remove": remove}
     try:
-        print(json.dumps(actions[args.command](args)))
+        print(json.dumps(ACTIONS[args.command](args)))
     except (Trouble, OSError, ValueError) as error:
         print(f"shared_store: {error}", file=sys.stderr)
         return 1

@@ -45,6 +45,7 @@ GUARD = "run.lock.guard"
 METRICS = "/etc/systemd/system/kvhost-metrics.service"
 #: beside a unit of somebody else's, which ollama_unit.py takes it from
 DROP_IN = "/etc/systemd/system/ollama.service.d/kvhost.conf"
+STORE = "/etc/kvhost-store/store.conf"  # of shared_store.py
 DRIVE = "drive.json"  # of a claimed drive (drive_apply.py)
 Data = dict[str, Any]
 
@@ -216,6 +217,8 @@ class Host:
         found += [f"the mount {m}" for m in mounts() if f"{m}/".startswith(top)]
         if there(self.path("state", DRIVE)):
             found.append("the drive that is claimed: give it back by release.py, before this")
+        if self.mine(text_of(STORE)):
+            found.append("the store of the shared tier: kvhost shared --remove, before this")
         with contextlib.suppress(FileNotFoundError), open(self.path("state", "packages")) as lines:
             packages = sorted(set(lines.read().split()))
             found += [f"packages that kvhost installed: {', '.join(packages)}"] if packages else []

@@ -25,6 +25,7 @@ from kvhost.plan.llama import SERVICES as LLAMA_SERVICES
 from kvhost.plan.llama import loopback_notes
 from kvhost.plan.pod import pod_notes
 from kvhost.plan.refusals import find_refusals
+from kvhost.plan.shared import shared_notes
 from kvhost.plan.storage import model_to_store
 from kvhost.plan.types import (
     GIB,
@@ -330,6 +331,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
         )
     notes += pod_notes(settings)
     notes += native_notes(settings, cuda=facts.cuda is not None)
+    notes += shared_notes(settings, report)
     if settings.monitoring:
         notes.append(
             f"Figures are written to {settings.monitoring_textfile_dir}/kvhost.prom for "

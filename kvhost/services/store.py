@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhost.plan.types import GIB, Refusal, size
+from kvhost.records.drift import NOTHING, Drift
 from kvhost.secrets import Secret
 from kvhost.settings import Settings
 
@@ -212,6 +213,39 @@ def store_refusals(
             "salt, and takes thousands of tries a second",
             "a shorter one", "openssl rand -hex 24 > secrets/shared",
         )  # fmt: skip
+
+
+def store_drift(
+    plain: Mapping[str, str], secret: Mapping[str, tuple[Secret, str]], seen: Mapping[str, Any]
+) -> list[Drift]:
+    """What of a store is not as settings say. ``plain``: path -> content of root's files;
+    ``secret``: path -> content without its last newline, and owner; ``seen``: what
+    `onhost/shared_store.py drift` printed. No content is shown."""
+    wanted = {path: ("root", "644", text) for path, text in plain.items()}
+    for path, (one, user) in secret.items():
+        wanted[path] = (user, "600", one.get_secret_value() + "\n")
+    rows = []
+    for path in sorted({*wanted, *seen["files"]}):
+        found = seen["files"].get(path)
+        if path not in wanted:
+            rows += [Drift("store", path, NOTHING, "a file")] if found else []
+            continue
+        user, mode, text = wanted[path]
+        if found is None:
+            rows.append(Drift("store", path, "a file", NOTHING))
+            continue
+        if found["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+            rows.append(Drift("store", path, "as the settings say", "another content"))
+        if (found["user"], found["mode"]) != (user, mode):
+            rows.append(Drift("store", path, f"{user} {mode}", f"{found['user']} {found['mode']}"))
+    state = seen["state"]
+    for key, word in (("active", "runs"), ("enabled", "starts at a boot")):
+        rows += [] if state[key] else [Drift("store", "the server", word, "not so")]
+    if state["active"] and not state["fresh"]:
+        rows.append(Drift("store", "the server", "started with these files", "with others"))
+    if state["active"] and state["asks"] is not None:
+        rows.append(Drift("store", "the server", "asks for a password", str(state["asks"])))
+    return rows
 
 
 def store_notes(settings: Settings) -> Iterator[str]:
