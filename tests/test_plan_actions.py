@@ -273,6 +273,19 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
     assert "2 hosts, 1 refused (web[1]): nothing is changed on any" in flat(text)
 
 
+def test_hosts_with_the_same_plan_are_shown_once() -> None:
+    same, other = plan(installed_host()), plan({"cpus.flags": []})
+    few = shown({"a": same, "b": other, "c": same})
+    assert few.startswith("a, c: no change\n")
+    assert few.count("no change") == 1
+    assert "\nb: refused" in few
+    many = shown({**{f"h{number}": same for number in range(200)}, "odd": other})
+    assert flat(many).startswith(
+        "h0, h1, h2, h3, h4, h5, h6, h7, h8, h9, h10, h11 and 188 hosts more:"
+    )
+    assert "201 hosts, 1 refused (odd)" in flat(many)
+
+
 def test_what_a_host_says_cannot_steer_the_terminal() -> None:
     comm = "vllm\x1b[2J\x07[red]x[/red]"
     row = {"pid": 9, "comm": comm, "argv": ["vllm"], "uid": 1}

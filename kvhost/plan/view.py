@@ -12,20 +12,30 @@ from rich.text import Text
 from kvhost.basics import counted
 from kvhost.plan.types import Action, Plan, Refusal, State
 
+#: of more hosts whose plans are the same it is only said how many they are
+NAMED = 12
 STYLES: dict[State, str] = {"change": "yellow", "keep": "green", "unknown": "magenta"}
 
 
 def render_plans(plans: Mapping[str, Plan]) -> RenderableType:
-    """One block for each host and, for several, a line that counts them."""
+    """One block for all hosts with the same plan and, for several, a line that counts them."""
     parts: list[RenderableType] = []
+    alike: dict[Plan, list[str]] = {}
     for host, plan in plans.items():
-        parts += [_plan(host, plan), Text()]
+        alike.setdefault(plan, []).append(host)
+    for plan, hosts in alike.items():
+        parts += [_plan(_named(hosts), plan), Text()]
     if len(plans) > 1:
         refused = [host for host, plan in plans.items() if plan.refusals]
         text = f"{len(plans)} hosts, {len(refused)} refused"
         text += f" ({', '.join(refused)}): nothing is changed on any" if refused else ""
         parts.append(_text(text, "bold red" if refused else "bold"))
     return Group(*parts)
+
+
+def _named(hosts: list[str]) -> str:
+    more = len(hosts) - NAMED
+    return ", ".join(hosts[:NAMED]) + (f" and {counted(more, 'host')} more" if more > 0 else "")
 
 
 def _plan(host: str, plan: Plan) -> RenderableType:
