@@ -106,7 +106,7 @@ DEFAULTS: dict[str, object] = {
     "llama_slots": 2,
     "llama_cache_type_k": "f16",
     "llama_cache_type_v": "f16",
-    "llama_save_interval_s": 60.0,
+    "llama_save_interval_s": 300.0,
     "ollama_archive": None,
     "ollama_kv_cache_type": "f16",
     "ollama_flash_attention": "auto",

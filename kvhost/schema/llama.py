@@ -50,11 +50,11 @@ class LlamaSettings(Flat):
     )
     llama_save_interval_s: float = setting(
         _LLAMA,
-        60.0,
-        "How often slots whose prompt has changed are saved; they are always saved before "
-        "llama-server stops.",
+        300.0,
+        "How often slots whose prompt has changed are saved, each as a whole; they are always saved "
+        "before llama-server stops.",
         unit="seconds",
-        example=300.0,
+        example=60.0,
         ge=1,
         le=86_400,
     )
