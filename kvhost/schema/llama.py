@@ -51,8 +51,8 @@ class LlamaSettings(Flat):
     llama_save_interval_s: float = setting(
         _LLAMA,
         300.0,
-        "How often slots whose prompt has changed are saved, each as a whole; they are always saved "
-        "before llama-server stops.",
+        "How often slots whose prompt has changed are saved, each as a whole; they are always "
+        "saved before llama-server stops.",
         unit="seconds",
         example=60.0,
         ge=1,
