@@ -158,6 +158,14 @@ def test_verify_and_the_gate_between_batches(site: Site) -> None:
     assert sick.code == 1
 
 
+def test_its_log_is_the_units_journal(site: Site) -> None:
+    base = ("--base", BASE, "--json", "--lines", "400")
+    told = json.loads(site.host.root("python3", f"{BASE}/bin/logs.py", *base))
+    assert list(told) == ["ollama"]
+    assert told["ollama"]["source"] == UNIT
+    assert any("Listening on" in line for line in told["ollama"]["lines"])
+
+
 @pytest.mark.full
 def test_a_gguf_of_the_host_becomes_a_model(site: Site) -> None:
     site.host.write("/srv/Tiny Model.gguf", "GGUF and more")

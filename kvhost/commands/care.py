@@ -76,12 +76,16 @@ def _silence(row: journal.Row) -> str:
     return "it could not be reached" + (f": {row.why}" if row.why else "")
 
 
+_SERVICE = r"cache|runner(-[a-z][a-z0-9]*)?|slots|pruner|ollama|supervisord"
+
+
 def service_names(given: tuple[str, ...]) -> tuple[str, ...]:
     """Names of services as they are, whichever runners a host has. Raises click.BadParameter."""
     for name in given:
-        if not re.fullmatch(r"cache|runner(-[a-z][a-z0-9]*)?|slots|pruner|supervisord", name):
+        if not re.fullmatch(_SERVICE, name):
             raise click.BadParameter(
-                f"{name!r} is none of cache, runner, runner-NAME, slots, pruner, supervisord"
+                f"{name!r} is none of cache, runner, runner-NAME, slots, pruner, ollama, "
+                "supervisord"
             )
     return given
 

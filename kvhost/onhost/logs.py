@@ -22,12 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.report_held import SECRET_TEXT
+    from kvhost.onhost.service_names import adopted
     from kvhost.onhost.service_names import names as service_names
 else:  # it lies beside this file on a host, where there is no package kvhost
     from report_held import SECRET_TEXT
+    from service_names import adopted
     from service_names import names as service_names
 
 SUPERVISOR = "supervisord"
+#: a unit of somebody else's (docs/ollama.md)
+OLLAMA = "ollama"
 UNIT = "kvhost-{}.service"
 #: bytes read from the end of each file
 MOST_BYTES = 4 << 20
@@ -48,8 +52,12 @@ class Line(NamedTuple):
 
 
 def services(base: str) -> tuple[str, ...]:
-    """Those of this host, and what runs them."""
-    return (*service_names(base), SUPERVISOR)
+    """Those of this host, and what runs them; an adopted unit too."""
+    return (*service_names(base), *((OLLAMA,) if adopted(base) else (SUPERVISOR,)))
+
+
+def unit_of(name: str) -> str:
+    return f"{OLLAMA}.service" if name == OLLAMA else UNIT.format(name)
 
 
 def since(text: str, now: datetime.datetime) -> datetime.datetime:
@@ -126,7 +134,7 @@ def read_files(base: str, name: str) -> list[str]:
 
 def read_journal(name: str) -> list[str] | None:
     """None where systemd does not run this service."""
-    unit = UNIT.format(name)
+    unit = unit_of(name)
     if not os.path.isdir("/run/systemd/system") or shutil.which("journalctl") is None:
         return None
     known = subprocess.run(
@@ -193,7 +201,7 @@ def service(base: str, name: str, args: argparse.Namespace, mask: Mask) -> dict[
     wanted = LEVELS[LEVELS.index(args.level) :]
     shown = [line.text for line in lines if line.level in wanted]
     return {
-        "source": f"log/{name}.log" if journal is None else UNIT.format(name),
+        "source": f"log/{name}.log" if journal is None else unit_of(name),
         "failed": failure(base, name, mask),
         "errors": blocks(lines),
         "lines": shown[-args.lines :] if args.lines else [],

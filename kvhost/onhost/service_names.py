@@ -27,8 +27,16 @@ def further(base: str) -> tuple[str, ...]:
     return tuple(match.group(1) for match in matches if match and match.group(1))
 
 
+def adopted(base: str) -> bool:
+    """Whether the runner is an ollama.service of somebody else's, with a drop-in of kvhost's."""
+    return os.path.exists(os.path.join(base, "etc", "ollama.conf"))
+
+
 def names(base: str) -> tuple[str, ...]:
-    """All services in the order of their start. Without any description, those of vLLM."""
+    """All services in the order of their start. Without any description, those of vLLM; none
+    where a unit of somebody else's is adopted."""
+    if adopted(base):
+        return further(base)
     there = {name for name in ORDER if os.path.exists(os.path.join(base, "etc", f"{name}.json"))}
     if "runner" not in there or "cache" in there:
         there |= set(ALWAYS)

@@ -87,6 +87,8 @@ class Systemd:
 
     def rows(self) -> dict[str, dict[str, str]]:
         """What systemd knows of each service, by its name."""
+        if not self.host.order:
+            return {}  # without a unit systemctl would show the manager itself
         text = self.call("systemctl", "show", "-p", ",".join(ASKED), *map(unit, self.host.order))
         found: dict[str, dict[str, str]] = {}
         for block in text.strip().split("\n\n"):
@@ -252,7 +254,8 @@ class Systemd:
                 self.call("systemctl", "disable", "--quiet", unit(name))
                 os.unlink(path)
         self.call("systemctl", "daemon-reload")
-        self.call("systemctl", "reset-failed", *map(unit, self.host.order), ok=False)
+        if self.host.order:  # without a name it would be all units of the host
+            self.call("systemctl", "reset-failed", *map(unit, self.host.order), ok=False)
         self.open_ports()
         if not wait_until(lambda: not self.host.supervisors(), 5):
             Supervisord(self.host).shutdown()
