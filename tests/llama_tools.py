@@ -1,4 +1,4 @@
-"""A real llama-server for tests: a given one, or one that was built before from the same lock.
+"""llama-server for tests: a given one, or one that was built before from the same lock.
 
 Building takes minutes (docs/testing.md), so the core tier uses what is there and skips without; the
 full tier builds it, by the deploy itself, and keeps it.
@@ -22,6 +22,7 @@ from tests.lab.recipe import lab_dir
 
 HERE = BASE.with_name(BASE.name + "-llama")
 LOCK = "llama-server-x86_64"
+DOUBLE = REPO / "tests/doubles/llama_program.py"
 TOKENS = 1200
 WHY_NONE = (
     "no llama-server here: KVHOST_TEST_LLAMA names one, or bin/test --full "

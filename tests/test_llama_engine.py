@@ -1,4 +1,7 @@
-"""A real llama-server, deployed: PASS after a restart and a kill, no damaged slot ever read."""
+"""llama-server, deployed: PASS after a restart and a kill, no damaged slot is ever read.
+
+Every test runs with a double of the program, and with the real one where there is one.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ import pytest
 
 from kvhost.onhost import engine_program
 from tests.e2e_tools import API_KEY, Site, free_ports
-from tests.llama_tools import HERE, TOKENS, WHY_NONE, LlamaSite, binary, keep, kept
+from tests.llama_tools import DOUBLE, HERE, TOKENS, WHY_NONE, LlamaSite, binary, keep, kept
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["double", "real"])
 def llama(request: pytest.FixtureRequest) -> Iterator[LlamaSite]:
-    path = binary()
+    """An installation, not yet made: with a double of the program, and with a real one."""
+    path = DOUBLE if request.param == "double" else binary()
     if path is None:
         pytest.skip(WHY_NONE)
     site: Site = request.getfixturevalue("site")
