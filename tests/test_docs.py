@@ -27,6 +27,7 @@ from kvhost.plan import accelerator as plan_accelerator
 from kvhost.plan import drives as plan_drives
 from kvhost.plan import gpus as plan_gpus
 from kvhost.plan import lock as plan_lock
+from kvhost.plan import native as plan_native
 from kvhost.plan import pod as plan_pod
 from kvhost.plan import refusals as plan_refusals
 from kvhost.plan import storage as plan_storage
@@ -103,6 +104,7 @@ def refusal_codes() -> Iterator[str]:
         plan_storage,
         plan_pod,
         plan_lock,
+        plan_native,
         claim,
         claim_reasons,
         plan_upgrade,

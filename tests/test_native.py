@@ -16,7 +16,9 @@ from kvhost.engine.matrix import load_matrix
 from kvhost.onhost import evidence_probe as probe
 from kvhost.onhost import ready, service_names
 from kvhost.onhost.evidence_config import load_config
+from kvhost.plan.derive import derived
 from kvhost.plan.lock import choose_lock
+from kvhost.plan.types import GIB, ModelNeed, Refusal
 from kvhost.services import native
 from kvhost.services.describe import services, vllm_config
 from kvhost.services.namespace import namespace_of
@@ -24,8 +26,8 @@ from kvhost.services.runners import left_over
 from kvhost.settings import Settings
 from kvhost.verdict.evidence import Evidence
 from kvhost.verdict.judge import judge
+from tests.plan_cases import FACTS, installed_host, ok, plan
 from tests.plan_cases import changed as changed_report
-from tests.plan_cases import installed_host, ok, plan
 from tests.settings_cases import check, refused
 
 REPO = Path(__file__).parents[1]
@@ -252,6 +254,38 @@ def test_the_plan_says_who_does_the_copying() -> None:
     assert "kvhost_offload.py" in native.native_notes(ours, cuda=False)[0]
     assert "tested it on CPUs only" in native.native_notes(ours, cuda=True)[0]
     assert native.native_notes(check({}), cuda=False) == []
+
+
+LONG: Any = {"max_model_len": 32768}
+
+
+def against(need: ModelNeed, **data: Any) -> list[Refusal]:
+    got = plan(facts=replace(FACTS, model=need), **{**NATIVE, **LONG, **data})
+    return [one for one in got.refusals if one.code == "l1_too_small"]
+
+
+def test_a_prompt_that_the_memory_does_not_hold_is_refused_for_it_would_hang() -> None:
+    need = ModelNeed(GIB, 128 << 10, 32768)  # 4 GiB of KV in 32,768 tokens
+    [one] = against(need, l1_gib=3, engine_kv_gib=8)
+    assert "4 GiB" in one.needed and "l1_gib = 3" in one.found
+    assert one.fix == "l1_gib = 4, or max_model_len = 24576"
+    assert not against(need, l1_gib=4, engine_kv_gib=8)
+    assert not against(need, l1_gib=3, max_model_len=24576, engine_kv_gib=8)
+    assert not against(need, l1_gib=3, cache_kind="mp", engine_kv_gib=8)
+    # a chunk that is not whole takes its room all the same
+    assert against(need, l1_gib=3, max_model_len=24577, engine_kv_gib=8)
+
+
+def test_memory_for_one_prompt_follows_from_the_model() -> None:
+    need = ModelNeed(GIB, 128 << 10, 32768)
+    given = check({**NATIVE, **LONG, "engine_kv_gib": 8})
+    got, notes = derived(given, changed_report({}), need, cuda=False)
+    assert got.l1_gib == 4 and any(note.startswith("l1_gib is 4") for note in notes)
+    assert "l1_gib" not in got.model_fields_set
+    kept, notes = derived(check({**LONG, "engine_kv_gib": 8}), changed_report({}), need, cuda=False)
+    assert kept.l1_gib == 1 and not notes
+    own = check({**NATIVE, **LONG, "engine_kv_gib": 8, "l1_gib": 2})
+    assert derived(own, changed_report({}), need, cuda=False)[0].l1_gib == 2, "as it was given"
 
 
 # -- who asks -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from kvhost.plan.gpus import tokens_in_gpus
+from kvhost.plan.native import prompt_in_tiering
 from kvhost.plan.types import GIB, ModelNeed, size
 from kvhost.report import HostReport
 from kvhost.schema.combinations import ANSWER_TOKENS
@@ -35,6 +36,9 @@ def derived(
         notes += note
     elif "engine_kv_gib" not in given and not cuda and settings.runner == "vllm":
         settings, note = _kv_memory(settings, need)
+        notes += note
+    if settings.native and "l1_gib" not in given:
+        settings, note = _tiering(settings, need)
         notes += note
     if "verify_prompt_tokens" not in given:
         settings, note = _prompt(settings)
@@ -76,6 +80,16 @@ def _kv_memory(settings: Settings, need: ModelNeed) -> tuple[Settings, list[str]
     return _with(settings, engine_kv_gib=gib), [
         f"engine_kv_gib is {gib}, as it is not set: one request of max_model_len "
         f"{settings.max_model_len} tokens takes {size(settings.max_model_len * per_token)}."
+    ]
+
+
+def _tiering(settings: Settings, need: ModelNeed) -> tuple[Settings, list[str]]:
+    gib = math.ceil(prompt_in_tiering(settings, need) / GIB)
+    if gib <= settings.l1_gib:
+        return settings, []
+    return _with(settings, l1_gib=gib), [
+        f"l1_gib is {gib}, as it is not set: vLLM's own tiering needs memory for one whole prompt "
+        f"of max_model_len {settings.max_model_len} tokens."
     ]
 
 

@@ -24,6 +24,7 @@ from kvhost.plan.host import (
     own_shm,
 )
 from kvhost.plan.llama import llama_memory, llama_model
+from kvhost.plan.native import native_refusals
 from kvhost.plan.pod import pod_refusals
 from kvhost.plan.storage import places, room
 from kvhost.plan.types import GIB, ModelNeed, PlanInputs, Refusal, size, unreadable
@@ -63,6 +64,7 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
         _python,
         failed_before,
         llama_model if llama else _model,
+        native_refusals,
     ]
     found = [refusal for check in checks for refusal in check(settings, report, facts)]
     found += facts.lock_refusals + facts.bundle_refusals
