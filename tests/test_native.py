@@ -276,6 +276,16 @@ def test_a_prompt_that_the_memory_does_not_hold_is_refused_for_it_would_hang() -
     assert against(need, l1_gib=3, max_model_len=24577, engine_kv_gib=8)
 
 
+def test_what_the_engine_says_of_a_chunk_is_held_against_the_memory_too() -> None:
+    """Of a model of the hub the plan knows nothing before its download."""
+    ours = check({**NATIVE, **LONG, "l1_gib": 3})
+    why = native.too_little_memory(ours, 32 << 20)  # 128 chunks
+    assert why is not None and "l1_gib = 4" in why
+    assert native.too_little_memory(ours, 24 << 20) is None
+    assert native.too_little_memory(ours, None) is None
+    assert native.too_little_memory(check({**LONG, "l1_gib": 3}), 32 << 20) is None
+
+
 def test_memory_for_one_prompt_follows_from_the_model() -> None:
     need = ModelNeed(GIB, 128 << 10, 32768)
     given = check({**NATIVE, **LONG, "engine_kv_gib": 8})

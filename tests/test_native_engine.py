@@ -132,6 +132,19 @@ def test_a_key_that_vllm_does_not_read_is_named(engine: Path, tmp_path: Path) ->
     assert "nearest that there is: cpu_bytes_to_use" in found[0]
 
 
+@pytest.mark.parametrize(("room", "chunks", "found"), [(32, 32, 32), (31, 32, None)])
+def test_a_prompt_that_does_not_fit_into_the_memory_is_looked_up_for_ever(
+    engine: Path, tmp_path: Path, room: int, chunks: int, found: int | None
+) -> None:
+    """Why the plan refuses too little of it (l1_too_small); mended upstream, this fails."""
+    script = str(REPO / "tests/engine_tiering.py")
+    argv = [str(engine / "bin/python"), script, str(tmp_path), str(room), str(chunks)]
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == found
+
+
 @full
 def test_without_its_files_nothing_persists(engine_of_one: Pair) -> None:
     verdict, _ = verdict_of(engine_of_one, between="find . -name '*.bin' -delete")

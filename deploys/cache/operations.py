@@ -32,6 +32,7 @@ from deploys.common.rendered import (
 from kvhost.llama import facts as llama
 from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, model_path, proof_env, runner_env
 from kvhost.services.namespace import Namespace
+from kvhost.services.native import too_little_memory
 
 
 @operation()
@@ -105,6 +106,9 @@ def tier(run: Run) -> Commands:
     late = look(run)
     if late.resolved is None:
         yield not_resolved(late)
+        return
+    if (why := too_little_memory(run.settings, late.namespace(run).chunk_bytes)) is not None:
+        yield refuse(why) if executing() else unknown_yet()
         return
     top, user = run.paths.tier_dir, run.user
     yield from make_directories([Directory(top, user, "700")])

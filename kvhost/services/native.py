@@ -7,6 +7,7 @@ asks anew whether they are there. There is no server, no port and no registratio
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,21 @@ def transfer_words(settings: Settings, namespace_dir: str, *, cuda: bool) -> tup
     """The same as arguments of vllm serve."""
     config = transfer_config(settings, namespace_dir, cuda=cuda)
     return "--kv-transfer-config", json.dumps(config, sort_keys=True)
+
+
+def too_little_memory(settings: Settings, chunk_bytes: int | None) -> str | None:
+    """Why a prompt may hang, by the engine's own word on a chunk's size; None: it cannot, or the
+    size is not known. The plan's l1_too_small says it before, where the model is known."""
+    if not settings.native or chunk_bytes is None:
+        return None
+    needed = math.ceil(settings.max_model_len / settings.chunk_size) * chunk_bytes
+    if needed <= settings.l1_gib << 30:
+        return None
+    return (
+        f"l1_gib = {settings.l1_gib} holds no whole prompt of max_model_len = "
+        f"{settings.max_model_len} tokens, and a request with one would hang: "
+        f"l1_gib = {math.ceil(needed / (1 << 30))}, or a smaller max_model_len"
+    )
 
 
 def native_notes(settings: Settings, *, cuda: bool) -> list[str]:
