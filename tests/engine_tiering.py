@@ -55,9 +55,7 @@ def manager(folder: str, room: int) -> tuple[TieringOffloadingManager, FileSyste
     return TieringOffloadingManager(memory, [files]), files
 
 
-def looked_up(
-    tiers: TieringOffloadingManager, keys: list[bytes], request: ReqContext
-) -> int | None:
+def looked_up(tiers: TieringOffloadingManager, keys: list[bytes], req: ReqContext) -> int | None:
     found, later = 0, False
     for key in keys:
         result = tiers.lookup(key, req)

@@ -27,8 +27,8 @@ def prompt_in_tiering(settings: Settings, need: ModelNeed) -> int:
 
 def native_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
     """A prompt that is found whole in the files, and does not fit into the memory that it comes
-    through, is loaded chunk by chunk over and over again, and its request never ends (vLLM 0.32.0,
-    tried)."""
+    through, may be loaded chunk by chunk over and over again, so that its request never ends (seen
+    with vLLM 0.32.0's own tiers, tests/engine_tiering.py)."""
     if not settings.native or facts.model is None:
         return
     wanted = prompt_in_tiering(settings, facts.model)
