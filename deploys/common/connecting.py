@@ -143,7 +143,7 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
             host.connector.data["ssh_password"] = secret.get_secret_value()
         given = host.connector.data["ssh_paramiko_connect_kwargs"] or {}
         host.connector.data["ssh_paramiko_connect_kwargs"] = {
-            "transport_factory": _without_delay,
+            "transport_factory": Prompt,
             **given,
         }
         try:
@@ -167,12 +167,22 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
     return connected
 
 
-def _without_delay(sock: Any, **more: Any) -> Transport:
-    """Small packets go out at once. The kernel's way (Nagle) holds one back until the last was
-    acknowledged, which the other end delays in turn: up to 40 ms several times a connection."""
-    if hasattr(sock, "setsockopt"):  # a jump host's channel has none
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Transport(sock, **more)
+class Prompt(Transport):
+    """Nothing waits for an acknowledgement that the kernel of the other end delays, by 40 ms.
+
+    Small packets go out at once (TCP_NODELAY). And what sshd says by itself after the login (its
+    other host keys) is answered, with a message that means nothing: until then its kernel would
+    hold back what it says next, that there is a channel.
+    """
+
+    def __init__(self, sock: Any, **more: Any) -> None:
+        if hasattr(sock, "setsockopt"):  # a jump host's channel has none
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().__init__(sock, **more)
+
+    def _parse_global_request(self, message: Any) -> None:
+        super()._parse_global_request(message)  # type: ignore[misc]  # private to paramiko
+        self.send_ignore(1)
 
 
 def _key(host: Any) -> None:
