@@ -158,7 +158,8 @@ def test_a_key_in_the_place_of_certificates_is_refused(tmp_path: Path) -> None:
 
 
 FINE: dict[str, Any] = {
-    "systemd": True, "apt": True, "packages": {}, "address": True, "address_why": None,
+    "systemd": True, "apt": True, "packages": {"redis-server": "available"},
+    "versions": {"redis-server": "5:7.0.15-1~deb12u10"}, "address": True, "address_why": None,
     "port_taken": None, "other": None, "there": False, "memory_bytes": 8 << 30,
     "disk_free_bytes": 100 << 30,
 }  # fmt: skip
@@ -168,6 +169,8 @@ FINE: dict[str, Any] = {
     ({}, None),
     ({"systemd": False}, "store_needs_systemd"),
     ({"apt": False}, "store_needs_apt"),
+    ({"versions": {"redis-server": "5:6.0.16-1ubuntu1"}}, "store_too_old"),
+    ({"versions": {"redis-server": None}}, None),
     ({"address": False, "address_why": "EADDRNOTAVAIL"}, "store_address"),
     ({"port_taken": "EADDRINUSE"}, "store_port"),
     ({"other": "# Written by kvhost for /srv/other."}, "store_of_others"),

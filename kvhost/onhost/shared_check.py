@@ -71,6 +71,7 @@ class Check:
 
     def __init__(self, config: Json, own: Json) -> None:
         self.test = Test(config, "both", own["seed"])
+        self.test.event, self.test.total = "shared", {"write": 2, "read": 3}[own["step"]]
         self.config, self.own = config, own
         self.names: set[str] = set()
 
@@ -101,7 +102,7 @@ class Check:
         """What the namespace is the digest of."""
         path = os.path.join(self.config["namespace_dir"], ".kvhost-namespace.json")
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as handle:
-            return dict(json.load(handle)["engine_config"])
+            return dict(json.load(handle).get("engine_config") or {})
         return {}
 
     def state(self) -> Json:

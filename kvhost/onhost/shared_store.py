@@ -76,14 +76,17 @@ def shown(kind: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
 
 
-def package(name: str) -> str:
-    """installed, available or none."""
-    state = run("dpkg-query", "-W", "-f", "${db:Status-Status}", name)
-    if state.returncode == 0 and state.stdout.strip() == "installed":
-        return "installed"
+def package(name: str) -> Data:
+    """{"state": installed, available or none, "version": as dpkg writes it}."""
+    state = run("dpkg-query", "-W", "-f", "${db:Status-Status} ${Version}", name)
+    words = state.stdout.split()
+    if state.returncode == 0 and words[:1] == ["installed"]:
+        return {"state": "installed", "version": words[-1]}
     policy = run("apt-cache", "policy", name).stdout
     found = [line.split()[1] for line in policy.splitlines() if line.strip().startswith("Cand")]
-    return "available" if found and found[0] != "(none)" else "none"
+    if found and found[0] != "(none)":
+        return {"state": "available", "version": found[0]}
+    return {"state": "none", "version": None}
 
 
 def memory_bytes() -> int:
@@ -117,10 +120,12 @@ def look(args: argparse.Namespace) -> Data:
     free = shutil.disk_usage("/var/lib").free
     if mine:  # what it holds already is its own to use
         free += sum(size_of(data_dir(kind)) for kind in KINDS)
+    packages = {kind: package(kind) for kind in KINDS} if apt else {}
     return {
         "systemd": systemd,
         "apt": apt,
-        "packages": {kind: package(kind) for kind in KINDS} if apt else {},
+        "packages": {kind: one["state"] for kind, one in packages.items()},
+        "versions": {kind: one["version"] for kind, one in packages.items()},
         "address": why is None,
         "address_why": why,
         "port_taken": taken if taken and not (mine and runs) else None,

@@ -28,8 +28,8 @@ RIGHTS = (
 )
 #: digits of a password that a digest of it may be kept of, as Redis keeps it, without salt
 SHORTEST_PASSWORD = 16
+OLDEST_REDIS = 7  # set-proc-title came with 6.2; 7.0 is what was tried
 SHARE = 0.9  # of the host's memory that the data may take; the rest is for what is on its way
-AOF_GIB = 1  # of disk beside twice the data
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,15 @@ def store_refusals(
             "cache", "store_needs_apt", "the store comes from the distribution's packages",
             "Debian or Ubuntu, with apt", "no apt-get",
             "make the store on another host, or point shared_tier at one that you run yourself",
+        )  # fmt: skip
+    kind = kind_of(found["packages"])
+    version = found["versions"].get(kind.name)
+    number = str(version).rpartition(":")[2].partition(".")[0]
+    if kind.name == "redis-server" and version and number.isdigit() and int(number) < OLDEST_REDIS:
+        yield Refusal(
+            "cache", "store_too_old", "this redis-server does not take the store's configuration",
+            f"redis-server {OLDEST_REDIS}.0 or later", version,
+            "make the store on a host with Debian 12, Ubuntu 24.04 or later",
         )  # fmt: skip
     if not found["address"]:
         yield Refusal(
