@@ -86,6 +86,7 @@ def test_a_value_of_another_size_is_a_miss_and_the_connection_goes_on(
     assert a.put(one=BIG, two=b"y" * 10)
     assert a.get("one", "two", size=10) == [None, b"y" * 10]
     assert a.get("two", "one", size=len(BIG)) == [None, BIG]
+    assert a.store.state()["answers"]  # nobody waited for the rest of a short one
 
 
 def test_a_store_that_is_away_at_the_start_comes_later(
