@@ -264,6 +264,29 @@ def test_after_a_reboot_it_runs_and_verify_says_which_type(
     assert "KV type: q4_0" in " ".join(done.text.split())
 
 
+LEAVE = """
+from deploys import ollama
+from deploys.common.prepare import prepare
+from deploys.common.runlock import take_lock
+
+run = prepare()
+take_lock(name="host: one run at a time", run=run)
+ollama.leave(run)
+"""
+
+
+def leaves_for_another_runner(bare: Site) -> None:
+    """The step of deploy.py that every other runner has; its engine is not made here."""
+    (bare.copy.repo / "leave.py").write_text(LEAVE)
+    done = bare.pyinfra("leave.py", "-y", runner="vllm", model_source="builtin")
+    assert done.code == 0, done.text[-3000:]
+    assert done.changed() == ["ollama: its unit as it was"]
+    assert "KV_CACHE_TYPE" not in show(bare.host, "Environment")
+    assert show(bare.host, "ActiveState") == "active"
+    again = bare.pyinfra(api_port="11500")
+    assert again.code == 0, again.text[-3000:]
+
+
 @pytest.mark.full
 def test_its_own_service_goes_when_a_unit_is_adopted(bare: Site) -> None:
     install(bare.host, port=11500)
@@ -273,6 +296,7 @@ def test_its_own_service_goes_when_a_unit_is_adopted(bare: Site) -> None:
     assert "kvhost-runner.service" not in units
     assert "OLLAMA_KV_CACHE_TYPE=f16" in show(bare.host, "Environment")
     assert bare.pyinfra(api_port="11500").changed() == []
+    leaves_for_another_runner(bare)
     done = bare.pyinfra("remove.py", "-y", api_port="11500", remove_models="true")
     assert done.code == 0, done.text[-3000:]
     assert "ollama.service.d" not in bare.host.root("ls", "/etc/systemd/system")
