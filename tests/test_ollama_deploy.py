@@ -158,6 +158,12 @@ def test_verify_and_the_gate_between_batches(site: Site) -> None:
     assert sick.code == 1
 
 
+def test_there_is_nothing_to_purge(site: Site) -> None:
+    done = again(site, "deploys/purge.py", "-y")
+    assert done.code == 1
+    assert "there is nothing to purge" in done.text
+
+
 def test_its_log_is_the_units_journal(site: Site) -> None:
     base = ("--base", BASE, "--json", "--lines", "400")
     told = json.loads(site.host.root("python3", f"{BASE}/bin/logs.py", *base))

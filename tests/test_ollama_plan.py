@@ -47,13 +47,14 @@ def plan(
     report: dict[str, Any] | None = None,
     *,
     sent: str | None = None,
+    key: bool = False,
     **look: Any,
 ) -> Plan:
     settings = check({**LEAST, **given})
     found = HostReport.model_validate(report or healthy())
     parts = {"unit": None if settings.ollama_archive else unit(), "archive": None, "models": None}
     facts = replace(FACTS, settings_digest=settings_digest(settings))
-    return make_ollama_plan(settings, found, facts, OllamaInputs({**parts, **look}, sent))
+    return make_ollama_plan(settings, found, facts, OllamaInputs({**parts, **look}, sent, key))
 
 
 def with_report(**parts: Any) -> dict[str, Any]:
@@ -209,4 +210,5 @@ def test_an_old_driver_is_refused(version: str, codes: set[str]) -> None:
 
 def test_that_nothing_persists_is_said_before_anything_is_done() -> None:
     assert "keeps no KV cache on disk" in plan({}).notes[0]
+    assert "key for the API is not used" in plan({}, key=True).notes[1]
     assert "somebody else's: adopted, not rewritten" in " ".join(plan({}).notes)

@@ -106,8 +106,11 @@ def packages_of(settings: Settings, python: str) -> tuple[str, ...]:
     return ("util-linux", *tools, *drive_packages(settings))
 
 
-def prepare_ollama(settings: Settings, report: HostReport, run_id: str) -> Run:
-    """The run with its plan; whether it is refused stands there."""
+def prepare_ollama(
+    settings: Settings, report: HostReport, run_id: str, *, key: bool = False
+) -> Run:
+    """The run with its plan; whether it is refused stands there. ``key``: one for the API is set
+    on the controller."""
     machine = report.arch.data.machine if report.arch.data else "unknown"
     lock, tools = lock_of(settings, machine), tools_digest(REPO / "locks")
     python = choose_python(settings, report, PYTHONS)
@@ -140,6 +143,7 @@ def prepare_ollama(settings: Settings, report: HostReport, run_id: str) -> Run:
     more = OllamaInputs(
         look(settings, f"{settings.paths.envs}/{lock.digest[:16]}"),
         against_sent(settings) if not adopted(settings) else None,
+        key,
     )
     plan = make_ollama_plan(settings, report, facts, more)
     claimed = claim_of(settings, report).claimed

@@ -153,7 +153,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         show(Plan((), (unreadable("host", "the host's report", str(error)),), ()))
         return None
     if settings.runner == "ollama":
-        run = prepare_ollama(settings, report, run_id())
+        run = prepare_ollama(settings, report, run_id(), key=key is not None)
         show(Plan((), run.plan.refusals, ()) if only_refusals else run.plan)
         tell_summary(host.name)
         return None if run.plan.refusals else run

@@ -32,6 +32,8 @@ class OllamaInputs:
 
     look: Look
     sent: str | None = None
+    #: a key for the API is set on the controller
+    key: bool = False
 
 
 def make_ollama_plan(
@@ -41,7 +43,7 @@ def make_ollama_plan(
     return Plan(
         tuple(_actions(settings, report, facts, more.look)),
         tuple(dict.fromkeys(_refusals(settings, report, facts, more))),
-        tuple(_notes(settings, report, more.look)),
+        tuple(_notes(settings, report, more)),
     )
 
 
@@ -227,7 +229,8 @@ def _actions(
         yield Action("verify", "KV type not asked for (verify = never)", "keep")
     else:
         asked = settings.verify == "always" or not (stands and same and there)
-        yield Action("verify", what, "change" if asked else "keep", "loads the model")
+        cost = "loads the model" if asked else None
+        yield Action("verify", what, "change" if asked else "keep", cost)
 
 
 def _drop_in(settings: Settings, look: Look) -> Action:
@@ -265,9 +268,11 @@ def _changed(report: HostReport, facts: PlanInputs) -> list[str]:
     return [p for p, d in wanted.items() if p not in on_host or on_host[p].sha256 != d]
 
 
-def _notes(settings: Settings, report: HostReport, look: Look) -> Iterator[str]:
+def _notes(settings: Settings, report: HostReport, more: OllamaInputs) -> Iterator[str]:
     yield INSTEAD
-    unit = (look["unit"] or {}).get("data")
+    if more.key:
+        yield "The key for the API is not used: Ollama asks nobody for one."
+    unit = (more.look["unit"] or {}).get("data")
     if unit and unit["load"] == "loaded":
         program = unit["program"] or "an unknown program"
         yield f"{UNIT} ({program}, user {unit['user']}) is somebody else's: adopted, not rewritten."
