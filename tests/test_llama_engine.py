@@ -51,11 +51,12 @@ def prompt(seed: int) -> list[int]:
 
 def restored(llama: LlamaSite) -> None:
     """Until the keeper has restored what it had, into the process that runs now."""
-    deadline, who = time.monotonic() + 30, llama.record("runner")
+    deadline, who = time.monotonic() + 120, llama.record("runner")
     server = f"{who['boot_id']}:{who['pid']}:{who['start_ticks']}"
     while time.monotonic() < deadline:
-        state = json.loads((llama.namespace / ".slots-state.json").read_text())
-        if state["server"] == server and state["restored"]:
+        path = llama.namespace / ".slots-state.json"
+        state = json.loads(path.read_text()) if path.exists() else {}
+        if state.get("server") == server and state["restored"]:
             return
         time.sleep(0.1)
     raise AssertionError("nothing was restored in time")

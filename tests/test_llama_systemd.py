@@ -96,8 +96,10 @@ class Site:
     def restored(self) -> bool:
         """Whether the keeper has restored what it had, into the process that runs now."""
         who = json.loads((self.base / "run/runner.json").read_text())
-        (path,) = self.base.glob("tier/ns-*/.slots-state.json")
-        state = json.loads(path.read_text())
+        paths = list(self.base.glob("tier/ns-*/.slots-state.json"))
+        if not paths:
+            return False
+        state = json.loads(paths[0].read_text())
         server = f"{who['boot_id']}:{who['pid']}:{who['start_ticks']}"
         return bool(state["restored"]) and state["server"] == server
 

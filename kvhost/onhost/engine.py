@@ -306,7 +306,9 @@ class Build:
         self.choose_torch_index()
         say(f"installing {os.path.basename(self.args.lock)}")
         stop = threading.Event()
-        watcher = threading.Thread(target=watch, args=(self.env, stop), daemon=True)
+        # a build grows where uv unpacked its source
+        grows = self.args.cache if self.args.package else self.env
+        watcher = threading.Thread(target=watch, args=(grows, stop), daemon=True)
         watcher.start()
         try:
             if self.args.program_source:
@@ -348,6 +350,7 @@ class Build:
                 say(f"building {program}, with {more['LLAMA_CPP_BUILD_JOBS']} compilers at a time")
                 self.from_lock(parts[1], "--no-build-isolation", "--no-binary", package, more=more)
             engine_program.link(self.env, program, os.path.join(self.env, "lib"))
+            remove(self.args.cache)  # sources and objects, three times what stays
         except engine_program.NoProgram as error:
             raise Failed(str(error)) from error
 
