@@ -88,10 +88,18 @@ class Site:
 
     def pyinfra(self, *words: str, **data: str) -> Done:
         """`pyinfra hosts.py deploy.py`, from the copy, as an unprivileged user with sudo."""
+        program = str(Path(sys.executable).with_name("pyinfra"))
+        return self.run(program, str(self.inventory), *(words or ("deploy.py", "-y")), **data)
+
+    def kvhost(self, command: str, *words: str, **data: str) -> Done:
+        """A command of kvhost's over all hosts of the lab."""
+        argv = (sys.executable, "-m", "kvhost.cli", command, "--inventory", str(self.inventory))
+        return self.run(*argv, *words, **data)
+
+    def run(self, *words: str, **data: str) -> Done:
         given = {"model_source": MODEL, **data, "runner": data.get("runner", "ollama")}
         extra = [w for key, value in given.items() for w in ("--data", f"{key}={value}")]
-        program = Path(sys.executable).with_name("pyinfra")
-        argv = self.lab.argv(str(program), str(self.inventory), *(words or ("deploy.py", "-y")))
+        argv = self.lab.argv(*words)
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             [*argv, *extra], cwd=self.copy.repo, text=True, timeout=300, check=False,

@@ -310,3 +310,25 @@ def test_its_own_service_goes_when_a_unit_is_adopted(bare: Site) -> None:
 
 def test_zstd_is_there_for_the_tests() -> None:
     assert shutil.which("zstd"), "test_ollama_archive.py would pass over the .tar.zst"
+
+
+@pytest.mark.full
+def test_a_rolling_change_goes_on_after_such_a_host_and_stops_at_a_wrong_kv_type(
+    tmp_path: Path,
+) -> None:
+    with Lab() as lab:
+        hosts = [lab.host("one"), lab.host("two")]
+        for host in hosts:
+            install(host)
+        made = Site(lab, tmp_path, hosts[0])
+        done = made.kvhost("up", "--canary", "1", "--batch", "1", ollama_kv_cache_type="q8_0")
+        assert done.code == 0, done.text[-4000:]
+        assert done.text.count("persisted NO_BY_DESIGN") >= 2
+        done = made.kvhost(
+            *("up", "--canary", "1", "--batch", "1"),
+            ollama_kv_cache_type="q4_0",
+            model_source="odd:1b",
+        )
+        assert done.code == 1
+        assert "STOPPED: one" in done.text
+        assert "OLLAMA_KV_CACHE_TYPE=q8_0" in hosts[1].root("cat", DROP_IN)
