@@ -114,12 +114,12 @@ class Site:
         return dict(json.loads(newest.read_text()))
 
 
-def packed(path: Path) -> tuple[Path, str]:
+def packed(path: Path, library: bytes = b"no library") -> tuple[Path, str]:
     """An archive of the form of Ollama's for Linux, with the double in it; and its sha256."""
     with tarfile.open(path, "w:gz") as archive:
         for name, content, mode in (
             ("bin/ollama", DOUBLE.read_bytes(), 0o755),
-            ("lib/ollama/libggml-base.so", b"no library", 0o644),
+            ("lib/ollama/libggml-base.so", library, 0o644),
         ):
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content), mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,9 +75,12 @@ def test_a_unit_of_others_is_adopted_and_not_rewritten(site: Site) -> None:
 
 def test_the_second_run_changes_nothing(site: Site) -> None:
     pid = show(site.host, "MainPID")
-    done = again(site)
+    done = again(site, "deploy.py", "-y", "--debug")
     assert done.code == 0, done.text[-3000:]
     assert done.changed() == []
+    # the report with all that the operations ask, and the look at Ollama's unit; or one by one
+    trips = re.findall(r".*Running command on.*", done.text)
+    assert len(trips) <= 3, trips
     assert show(site.host, "MainPID") == pid
     assert "nothing has changed since" in done.text
 
@@ -225,6 +229,14 @@ def left(host: Host) -> str:
     return host.root("ls", "-A", BASE)
 
 
+def test_a_dry_run_shows_and_does_nothing(bare: Site, archive: tuple[Path, str]) -> None:
+    path, digest = archive
+    before = left(bare.host)
+    done = bare.pyinfra("deploy.py", "--dry", ollama_archive=f"controller:{path}#sha256={digest}")
+    assert done.code == 0, done.text[-3000:]
+    assert left(bare.host) == before
+
+
 def test_another_digest_is_refused_before_anything_is_touched(
     bare: Site, archive: tuple[Path, str]
 ) -> None:
@@ -268,6 +280,26 @@ def test_after_a_reboot_it_runs_and_verify_says_which_type(
     done = bare.pyinfra("verify.py", "-y", **given)
     assert done.code == 0, done.text[-3000:]
     assert "KV type: q4_0" in " ".join(done.text.split())
+
+
+@pytest.mark.full
+def test_another_archive_takes_its_place_and_an_edited_one_is_unpacked_anew(
+    bare: Site, archive: tuple[Path, str], tmp_path: Path
+) -> None:
+    other, digest = packed(tmp_path / "other.tgz", b"another library")
+    done = of_archive(bare, f"controller:{other}", digest)
+    assert done.code == 0, done.text[-4000:]
+    library = f"{BASE}/current/lib/ollama/libggml-base.so"
+    assert bare.host.read(library) == "another library"
+    running = bare.host.root("readlink", f"{BASE}/current").strip()
+    assert len(bare.host.root("ls", f"{BASE}/envs").split()) == 2, "the old one is kept"
+    bare.host.root("sh", "-c", f"echo edited >> {running}/lib/ollama/libggml-base.so")
+    done = of_archive(bare, f"controller:{other}", digest)
+    assert done.code == 0, done.text[-4000:]
+    assert bare.host.read(library) == "another library"
+    path, first = archive
+    assert of_archive(bare, f"controller:{path}", first).code == 0
+    assert bare.host.read(library) == "no library"
 
 
 LEAVE = """
