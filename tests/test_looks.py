@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_a_look_as_another_user_has_its_rights_and_nothing_of_ours(tmp_path: Pat
     assert closed["exit"] == 1
     assert (unknown["exit"], "no-such-user" in unknown["out"]) == (127, True)
     assert ours["out"] == f"{os.getuid()}\n"
+
+
+def test_what_was_sent_along_can_run_before_all_else(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for name in ("looks.py", "forked.py"):
+        shutil.copy(SCRIPT.with_name(name), tmp_path / name)
+    (tmp_path / "slow.py").write_text(
+        f"import time\ntime.sleep(0.5)\nopen({str(mark)!r}, 'w').close()\nprint('slow')\n"
+    )
+    asks = [["argv", "ls", str(mark)], ["sent", "slow.py"]]
+    for apart, code in ((True, 0), (False, 2)):
+        mark.unlink(missing_ok=True)
+        request = {"asks": asks, "lock": None, "take": None, "apart": apart}
+        (tmp_path / "request").write_bytes(gzip.compress(json.dumps(request).encode()))
+        argv = [sys.executable, str(tmp_path / "looks.py"), str(tmp_path / "request")]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+        listed, slow = json.loads(done.stdout)["answers"]
+        assert (listed["exit"], slow) == (code, {"exit": 0, "out": "slow\n"})
 
 
 def test_files_and_texts_say_what_lies_there(tmp_path: Path) -> None:

@@ -256,6 +256,20 @@ def test_listeners_of_a_host_without_ipv6(root: Path, monkeypatch: pytest.Monkey
         held.ports([])
 
 
+def test_a_listener_is_found_though_it_closes_another_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections come and go while its files are read."""
+    monkeypatch.setattr(held, "processes", lambda: {7: {"comm": "vllm"}})
+    put(root / "proc/net/tcp", "head\n   0: 0100007F:1F40 00000000:0000 0A 0:0 0:0 0 33 0 99 1 0\n")
+    files = root / "proc/7/fd"
+    for name in "13":
+        put(files / name, "no link, as one that is gone")
+    (files / "2").symlink_to("socket:[99]")
+    [row] = held.ports([])["listening"]
+    assert (row["pid"], row["comm"]) == (7, "vllm")
+
+
 def test_hugging_face_models_with_their_bytes(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name/snapshots/abc"
     blob = put(tmp_path / "models--org--name/blobs/1", "x" * 1000)

@@ -101,7 +101,9 @@ def scripts(what: LastAsked) -> tuple[str, ...]:
 def command(what: LastAsked) -> str:
     """Takes the packed scripts on its stdin; the request, which is short, comes along."""
     looks = [["sent", "report.py", *what.report], *what.looks]
-    request = json.dumps({"asks": looks, "lock": what.lock, "take": None})
+    # a drive that is looked at is in use for who looks at it at the same time (O_EXCL)
+    apart = "--drives" in what.report
+    request = json.dumps({"asks": looks, "lock": what.lock, "take": None, "apart": apart})
     text = base64.encodebytes(gzip.compress(request.encode(), mtime=0)).decode()
     return "\n".join(
         (

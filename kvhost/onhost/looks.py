@@ -4,8 +4,9 @@
 REQUEST is a file with gzipped JSON: {"asks": [["argv", WORD, …] | ["user", USER, WORD, …] |
 ["sent", SCRIPT, WORD, …] | ["file", PATH] | ["text", PATH], …], "lock": PATH of the run lock or
 null, "take": null or arguments for runlock.py}. "user" is a command run as that user, in an empty
-environment, and "sent" a Python script that lies beside this one. With "take" the run lock is taken
-first; if that fails, nothing is looked at. Nothing else is written.
+environment, and "sent" a Python script that lies beside this one; with "apart": true those run
+before all else. With "take" the run lock is taken first; if that fails, nothing is looked at.
+Nothing else is written.
 
 Of a command comes {"exit", "out"} (both outputs, as they came), of a file null when there is none,
 else {"kind", "owner", "group", "mode", "sha256", "target"}, of a text {"status": ok, absent or
@@ -105,12 +106,14 @@ def command_of(ask: list[str]) -> Command:
     return ["python3", os.path.join(HERE, ask[1]), *ask[2:]], None
 
 
-def look(asks: list[list[str]]) -> list[Any]:
+def look(asks: list[list[str]], apart: bool = False) -> list[Any]:
+    """``apart``: what was sent along runs before all else, not beside it."""
     answers: list[Any] = [None] * len(asks)
-    numbers = [number for number, ask in enumerate(asks) if ask[0] in ("argv", "user", "sent")]
-    told = commands([command_of(asks[number]) for number in numbers])
-    for place, number in enumerate(numbers):
-        answers[number] = told[place]
+    for kinds in (("sent",), ("argv", "user")) if apart else (("sent", "argv", "user"),):
+        numbers = [number for number, ask in enumerate(asks) if ask[0] in kinds]
+        told = commands([command_of(asks[number]) for number in numbers])
+        for place, number in enumerate(numbers):
+            answers[number] = told[place]
     for number, ask in enumerate(asks):
         if ask[0] == "file":
             answers[number] = file_of(ask[1])
@@ -146,7 +149,7 @@ def main() -> int:
             return 1
     # without a lock: of an operation outside of a run (verify's, measure's)
     before = lock_of(lock) if lock is not None else {}
-    answers = look(asks)
+    answers = look(asks, request.get("apart", False))
     after = lock_of(lock) if lock is not None else {}
     told = {"answers": answers, "before": before, "lock": after}
     print(json.dumps(told, separators=(",", ":")))

@@ -213,10 +213,14 @@ def ports(wanted: list[int]) -> Data:
     inodes: dict[str, int] = {}
     for pid in processes():
         try:
-            links = [str(fd.readlink()) for fd in host("proc", str(pid), "fd").iterdir()]
+            fds = list(host("proc", str(pid), "fd").iterdir())
         except OSError:  # not ours to read, or ended: the socket is then shown without a pid
             continue
-        inodes.update((x[8:-1], pid) for x in links if x.startswith("socket:["))
+        for fd in fds:
+            with contextlib.suppress(OSError):  # closed since: a server that is asked something
+                link = os.readlink(fd)
+                if link.startswith("socket:["):
+                    inodes[link[8:-1]] = pid
     rows = []
     for name in ("tcp", "tcp6"):
         if name == "tcp6" and st(host("proc/net/tcp6")) is None:
