@@ -16,6 +16,7 @@ from kvhost import cli
 from kvhost.basics import SUMMARY_VARIABLE
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.ollama.verdict import verdict_of
+from kvhost.onhost import metrics
 from kvhost.records import journal
 from kvhost.reports.html import fleet_page, host_page
 from kvhost.reports.junit import junit
@@ -26,6 +27,7 @@ from kvhost.verdict.view import history_line, verdict_table
 from tests.ollama_tools import QWEN_30B, facts_of
 
 pytestmark = [pytest.mark.runners, pytest.mark.verdict]
+VERDICT_SERIES = {"kvhost_verdict", "kvhost_verdict_timestamp_seconds"}
 NOON = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 
 
@@ -130,3 +132,14 @@ def test_exit_codes_of_up_and_verify(
 
     monkeypatch.setattr(cli, "pyinfra", run)
     assert cli.run_and_tell("inventory.py", deploy, ()) == wanted
+
+
+@pytest.mark.parametrize("persisted", ["NO_BY_DESIGN", "FAIL"])
+def test_figures_give_no_verdict_of_such_a_host_so_that_no_alert_is_about_one(
+    tmp_path: Path, persisted: str
+) -> None:
+    told = {"persisted": persisted, "time": "2026-11-30T120000Z", "events": {}}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/verified.json").write_text(json.dumps(told))
+    names = {sample.name for sample in metrics.verdict(str(tmp_path))}
+    assert names == (set() if persisted == "NO_BY_DESIGN" else VERDICT_SERIES)
