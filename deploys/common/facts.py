@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,16 @@ LIBRARY = tuple(
 )
 
 
-def scripts() -> list[Path]:
+@cache
+def scripts() -> tuple[Path, ...]:
     """The scripts that lie in bin/ on the host."""
-    return sorted(path for path in ONHOST.glob("[a-z]*.py") if path not in LIBRARY)
+    return tuple(sorted(path for path in ONHOST.glob("[a-z]*.py") if path not in LIBRARY))
+
+
+@cache
+def script_text(path: Path) -> str:
+    """Of one of those, or of LIBRARY: read once in a run, not once for each host."""
+    return path.read_text(encoding="utf-8")
 
 
 _FAILED = "KVHOST-EXIT:"

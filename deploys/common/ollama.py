@@ -13,7 +13,7 @@ from pyinfra.api import FactBase
 from typing_extensions import override
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import scripts, with_siblings
+from deploys.common.facts import script_text, scripts, with_siblings
 from deploys.common.runlock import is_dead
 from deploys.common.sent import sent
 from kvhost.drives.order import drive_order
@@ -120,7 +120,7 @@ def prepare_ollama(
     if report.packages.data is not None:
         packages = report.packages.model_copy(update={"data": states})
         report = report.model_copy(update={"packages": packages})
-    texts = {f"{settings.paths.bin}/{p.name}": p.read_text(encoding="utf-8") for p in scripts()}
+    texts = {f"{settings.paths.bin}/{p.name}": script_text(p) for p in scripts()}
     for one in services(settings, settings.paths, gpus=gpus_of(report)):
         texts[f"{settings.paths.etc}/{one.name}.json"] = one.launch_spec(settings.paths)
     run_lock = report.kvhost.data.run_lock.data if report.kvhost.data else None

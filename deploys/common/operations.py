@@ -23,6 +23,12 @@ Commands = Generator[Any, None, None]
 P = ParamSpec("P")
 
 
+@functools.lru_cache(maxsize=1024)
+def sha256(text: str) -> str:
+    """Of a file's text; most of them are the same for all hosts."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Directory:
     path: str
@@ -138,7 +144,7 @@ def write_files(wanted: Iterable[TextFile], passing: str) -> Commands:
     differing = []
     for item in wanted:
         there = ask_file(item.path) or {}
-        digest = hashlib.sha256(item.text.encode()).hexdigest()
+        digest = sha256(item.text)
         found = [there.get(key) for key in ("kind", "sha256", "owner", "group", "mode")]
         if found != ["file", digest, "root", "root", item.mode]:
             differing.append(item)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pyinfra import context, host, logger
@@ -16,9 +16,10 @@ from rich.console import Console
 
 from deploys.common import early
 from deploys.common.context import REPO, Run, Visit
-from deploys.common.facts import HostReportText, scripts
+from deploys.common.facts import HostReportText, script_text, scripts
 from deploys.common.journal import keep_journal
 from deploys.common.ollama import prepare_ollama
+from deploys.common.operations import sha256
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
@@ -27,7 +28,7 @@ from kvhost.drives.order import drive_order
 from kvhost.engine.bundle import bundle_refusals
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock
 from kvhost.engine.locks import tools_digest as digest_of_tools
-from kvhost.engine.matrix import LockInfo, ProgramInfo, load_matrix
+from kvhost.engine.matrix import LockInfo, Matrix, ProgramInfo, load_matrix
 from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
 from kvhost.llama import facts as llama
 from kvhost.llama.need import llama_need, need_of_heads
@@ -142,7 +143,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
         shared = shared_password(settings, os.environ)
         shared_texts(settings)  # a file that is missing is said before anything is done
-        matrix, mirror = load_matrix(REPO / "locks"), mirror_of(settings)
+        matrix, mirror = the_matrix(), mirror_of(settings)
     except (SecretError, LockError, MirrorError) as error:
         raise DeployError(f"{host.name}: {error}") from error
     progress.tell(host.name, "looked at")
@@ -232,7 +233,7 @@ def against_bundle(settings: Settings, report: HostReport, lock: EngineLock) -> 
 def against_the_gpu(run: Run) -> tuple[Refusal, ...]:
     """What stands against the GPU now, decided anew of a new report. Raises ReportError."""
     report = gather(run.settings)
-    matrix = load_matrix(REPO / "locks")
+    matrix = the_matrix()
     info = matrix.locks.get(run.lock.name) or matrix.programs[run.lock.name]
     facts = replace(
         plan_inputs(run.settings, report, info, run.lock, (), with_key=run.with_key),
@@ -354,6 +355,12 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
     return need_of(report.model.data.config.data, weights, settings)
 
 
+@cache
+def the_matrix() -> Matrix:
+    """Read once in a run. Raises LockError."""
+    return load_matrix(REPO / "locks")
+
+
 def rendered(
     settings: Settings,
     lock: EngineLock,
@@ -363,14 +370,14 @@ def rendered(
 ) -> Mapping[str, str]:
     """sha256 of what this run would write, as far as that is known before it starts: what
     describes the services only where the namespace (``fields``) can be told."""
-    texts = {f"{settings.paths.bin}/{p.name}": p.read_text(encoding="utf-8") for p in scripts()}
+    texts = {f"{settings.paths.bin}/{p.name}": script_text(p) for p in scripts()}
     texts |= vllm_yamls(settings, with_key=with_key)
     if fields is not None:
         namespace_dir = settings.paths.namespace(digest_of(fields))
         gpus = gpus_of(settings, lock)
         for one in services(settings, settings.paths, namespace_dir, with_key=with_key, gpus=gpus):
             texts[f"{settings.paths.etc}/{one.name}.json"] = one.launch_spec(settings.paths)
-    return {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
+    return {path: sha256(text) for path, text in texts.items()}
 
 
 def predict(settings: Settings, report: HostReport, lock: EngineLock) -> Mapping[str, Any] | None:

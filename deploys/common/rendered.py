@@ -9,7 +9,7 @@ import jinja2
 from pyinfra.api.command import PyinfraCommand
 
 from deploys.common.context import REPO, Run
-from deploys.common.facts import LIBRARY, scripts
+from deploys.common.facts import LIBRARY, script_text, scripts
 from deploys.common.looks import ask_json, ask_json_file
 from deploys.common.operations import executing, refuse, unknown_yet
 from deploys.common.sent import ONHOST
@@ -98,7 +98,7 @@ def own_scripts(run: Run) -> dict[str, str]:
     """Path on the host -> content of kvhost's own programs there."""
     here = dict.fromkeys(scripts(), run.paths.bin)
     here.update(dict.fromkeys(LIBRARY, run.paths.lib))
-    return {f"{folder}/{path.name}": path.read_text("utf-8") for path, folder in here.items()}
+    return {f"{folder}/{path.name}": script_text(path) for path, folder in here.items()}
 
 
 def supervisord_conf(run: Run, described: tuple[Service, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deploys.common.bundle import bundle_place
 from deploys.common.context import Run
-from deploys.common.facts import LIBRARY, scripts
+from deploys.common.facts import LIBRARY, script_text, scripts
 from deploys.common.looks import Ask
 from deploys.common.ollama import packages_of
 from deploys.common.operations import (
@@ -58,8 +58,8 @@ def packages(run: Run) -> tuple[str, ...]:
 def own_scripts(run: Run) -> list[TextFile]:
     paths = run.paths
     return [
-        *(TextFile(f"{paths.bin}/{p.name}", p.read_text("utf-8"), "755") for p in scripts()),
-        *(TextFile(f"{paths.lib}/{p.name}", p.read_text("utf-8")) for p in LIBRARY),
+        *(TextFile(f"{paths.bin}/{p.name}", script_text(p), "755") for p in scripts()),
+        *(TextFile(f"{paths.lib}/{p.name}", script_text(p)) for p in LIBRARY),
     ]
 
 
