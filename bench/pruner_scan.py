@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 
 
 def fill(tier: Path, files: int, namespaces: int) -> None:
-    (tier / pruner.MARKER).touch()
+    (tier / pruner_tier.MARKER).touch()
     for n in range(namespaces):
         directory = tier / f"ns-{n:08x}"
         directory.mkdir()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 
 KIB, MIB = 1 << 10, 1 << 20
 HOUR = 3600.0
@@ -24,7 +24,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users
 
 def make_tier(path: Path) -> Path:
     path.mkdir(exist_ok=True)
-    (path / pruner.MARKER).touch()
+    (path / pruner_tier.MARKER).touch()
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 from tests.pruner_tools import (
     HOUR,
     KIB,
@@ -152,9 +152,9 @@ def test_a_file_used_or_replaced_after_the_scan_stays(
 @pytest.mark.parametrize(
     ("option", "policy", "lru"),
     [
-        ("strictatime", pruner.STRICT, True),
-        ("relatime", pruner.REARMED, True),
-        ("noatime", pruner.FIFO, False),
+        ("strictatime", pruner_tier.STRICT, True),
+        ("relatime", pruner_tier.REARMED, True),
+        ("noatime", pruner_tier.FIFO, False),
     ],
 )
 def test_order_follows_reads_where_the_mount_shows_them(
@@ -185,7 +185,7 @@ def test_unknown_access_times_are_said(tier: Path, monkeypatch: pytest.MonkeyPat
     assert worker.one_pass()["policy"] == "fifo (access times unknown: No space left on device)"
     monkeypatch.undo()
     assert worker.one_pass()["policy"].startswith("lru")  # it looks again
-    assert [p.name for p in tier.iterdir()] == [pruner.MARKER]
+    assert [p.name for p in tier.iterdir()] == [pruner_tier.MARKER]
 
 
 # --- never outside its root -------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_only_files_of_namespaces_are_touched(tier: Path) -> None:
         put(tier, ns, "00.data")
     (tier / "00.data").write_text("in the tier itself")
     (tier / "ns-ff").write_text("a file by the name of a namespace")
-    (tier / "ns-aa" / pruner.METADATA).write_text('{"chunk_bytes": null}')
+    (tier / "ns-aa" / pruner_tier.METADATA).write_text('{"chunk_bytes": null}')
     os.mkfifo(tier / "ns-aa" / "fifo.data")
     before = snapshot(tier)
     kv = put(tier, "ns-aa", "00")
@@ -250,7 +250,7 @@ def test_a_hard_link_loses_its_name_here_only_and_frees_nothing(tier: Path, tmp_
     linked = put(tier, "ns-aa", "00", age_s=2 * HOUR)
     (tmp_path / "other-name").hardlink_to(linked)
     alone = put(tier, "ns-aa", "01", age_s=HOUR)
-    free = pruner.free_bytes(str(tier))
+    free = pruner_tier.free_bytes(str(tier))
     status = once(tier, 100 * MIB, "--free-floor-bytes", str(free + MIB), rc=5)
     assert status["removed"]["floor"]["files"] == 2
     assert (tmp_path / "other-name").exists() and not alone.exists()
@@ -258,8 +258,10 @@ def test_a_hard_link_loses_its_name_here_only_and_frees_nothing(tier: Path, tmp_
 
     args = pruner.parse(["once", "--tier", str(tier), "--limit-bytes", "9999999"])
     args.free_floor_bytes, args.headroom_bytes = 100 * KIB, 0
-    file = pruner.File("ns-aa", "x.data", 1, 64 * KIB, 64 * KIB, 2, 0, 0)
-    scan = pruner.Scan([file, file._replace(links=1, used=5 * 10**9)], {}, Counter(), 90 * KIB, [])
+    file = pruner_tier.File("ns-aa", "x.data", 1, 64 * KIB, 64 * KIB, 2, 0, 0)
+    scan = pruner_tier.Scan(
+        [file, file._replace(links=1, used=5 * 10**9)], {}, Counter(), 90 * KIB, []
+    )
     assert pruner.choose(scan, args, 0) == ([(f, "floor") for f in scan.files], False)
 
 
@@ -270,7 +272,7 @@ def test_the_probe_writes_into_no_file_that_lies_in_its_place(tier: Path, tmp_pa
         getattr(tier / f".kvhost-probe.{os.getpid()}", kind)(precious)
         assert pruner.main(["once", "--tier", str(tier), "--limit-bytes", "9999"]) == 0
         assert precious.read_text() == "precious"
-        assert [p.name for p in tier.iterdir()] == [pruner.MARKER]
+        assert [p.name for p in tier.iterdir()] == [pruner_tier.MARKER]
 
 
 @root_only
@@ -292,15 +294,15 @@ def test_refused_directories(tier: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tier)
     (tmp_path / "bare").mkdir()
     (tmp_path / "linked-marker").mkdir()
-    (tmp_path / "linked-marker" / pruner.MARKER).symlink_to(tier / pruner.MARKER)
+    (tmp_path / "linked-marker" / pruner_tier.MARKER).symlink_to(tier / pruner_tier.MARKER)
     (tmp_path / "file").touch()
     for path, why in {
         "/": "root of the filesystem",
         "//": "root of the filesystem",
         f"{tmp_path}/link": "is a link",
         f"{tmp_path}/link/": "is a link",
-        f"{tmp_path}/bare": f"its {pruner.MARKER} does not open",
-        f"{tmp_path}/linked-marker": f"its {pruner.MARKER} does not open",
+        f"{tmp_path}/bare": f"its {pruner_tier.MARKER} does not open",
+        f"{tmp_path}/linked-marker": f"its {pruner_tier.MARKER} does not open",
         f"{tmp_path}/file": "cannot be opened as a directory",
         f"{tmp_path}/none": "cannot be opened as a directory",
     }.items():
@@ -316,7 +318,8 @@ def test_a_tier_of_another_user_is_refused(tmp_path: Path) -> None:
     where = Path(f"/tmp/kvhost-test-{os.getpid()}")
     try:
         make_tier(where)
-        shutil.copy(SCRIPT, where / "pruner.py")
+        for script in (Path(SCRIPT), Path(SCRIPT).with_name("pruner_tier.py")):
+            shutil.copy(script, where / script.name)
         os.chown(where, 12345, 12345)
         put(where, "ns-aa", "00")
         command = ["/usr/bin/python3", str(where / "pruner.py"), "once", "--tier", str(where)]

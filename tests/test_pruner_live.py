@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 from tests.pruner_tools import (
     HOUR,
     KIB,
@@ -116,7 +116,7 @@ def test_when_not_to_wait_for_the_interval(
 ) -> None:
     status: pruner.Status = {"tier": str(tmp_path), "state": "ok", "limit_bytes": 100, "high": 0.95}
     # free space as it is, with room for what others write to the disk meanwhile
-    status |= {"usage_bytes": -(1 << 30), "free_bytes": pruner.free_bytes(str(tmp_path))}
+    status |= {"usage_bytes": -(1 << 30), "free_bytes": pruner_tier.free_bytes(str(tmp_path))}
     status |= {"free_floor_bytes": 0, "headroom_bytes": 0, **change}
     if "usage_bytes" in change:
         status["free_bytes"] += 1 << 30
@@ -168,7 +168,7 @@ def test_the_free_floor_is_never_crossed(tmp_path: Path, kind: str) -> None:
             writer = Writer(tier, rate=100 * MIB, seconds=6)
             writer.start()
             while writer.is_alive():
-                lowest = min(lowest, pruner.free_bytes(str(where)))
+                lowest = min(lowest, pruner_tier.free_bytes(str(where)))
                 time.sleep(0.01)
             assert process.poll() is None
         removals = json.loads(status.read_text())["removed"]["floor"]["files"]
@@ -201,7 +201,7 @@ def test_killed_in_the_middle_and_run_again(tier: Path) -> None:
     status = once(tier, 4 * KIB * count // 4)
     assert status["usage_bytes"] == usage(tier) <= 4 * KIB * count // 4 * 0.85
     assert {p.name for p in tier.iterdir()} <= {
-        pruner.MARKER,
+        pruner_tier.MARKER,
         "ns-aa",
         f".kvhost-probe.{process.pid}",
     }
@@ -230,9 +230,9 @@ def test_several_pruners_share_a_tier(tier: Path) -> None:
 
 
 def test_a_lock_held_by_another_is_said(tier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruner, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(pruner_tier, "LOCK_WAIT_S", 0.1)
     kv = put(tier, "ns-aa", "00")
-    with (tier / pruner.MARKER).open() as held:
+    with (tier / pruner_tier.MARKER).open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert pruner.main(["once", "--tier", str(tier), "--limit-bytes", "1"]) == 4
         assert kv.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 from tests.pruner_tools import HOUR, KIB, MIB, cli, make_tier, once, root_only, sweep
 
 MODEL = "_srv_models_m_0123456789ab"
@@ -71,7 +71,7 @@ def test_a_sweep_removes_what_is_no_whole_chunk_and_empty_directories(tier: Path
 
 def test_a_size_that_is_declared_counts_from_the_first_file_on(tier: Path) -> None:
     one = chunk(tier, 1, 64 * KIB)
-    (tier / "ns-aa" / pruner.METADATA).write_text('{"chunk_bytes": 4096}')
+    (tier / "ns-aa" / pruner_tier.METADATA).write_text('{"chunk_bytes": 4096}')
     sweep(tier)
     assert not one.exists()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import pruner
+from kvhost.onhost import pruner, pruner_tier
 from tests.pruner_tools import (
     HOUR,
     make_tier,
@@ -55,7 +55,7 @@ def test_sweep_removes_files_of_a_wrong_size(
     for i, size in enumerate(sizes):
         put(tier, "ns-aa", f"{i:02x}", size=size)
     if declared:
-        (tier / "ns-aa" / pruner.METADATA).write_text(f'{{"chunk_bytes": {declared}}}')
+        (tier / "ns-aa" / pruner_tier.METADATA).write_text(f'{{"chunk_bytes": {declared}}}')
     status = sweep(tier)
     assert status["files"] == left == len(list((tier / "ns-aa").glob("*.data")))
     assert bool(status["left_alone"]) == (declared == "true")

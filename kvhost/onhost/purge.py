@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import kvhost_resp as resp
-    from kvhost.onhost.pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
+    from kvhost.onhost.pruner_tier import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
 else:  # it lies beside this file on a host, where there is no package kvhost, or in lib/
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [here, os.path.join(os.path.dirname(here), "lib")]
     import kvhost_resp as resp
-    from pruner import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
+    from pruner_tier import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services/describe.py)

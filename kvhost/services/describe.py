@@ -448,7 +448,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
             *("--status", pruner_status(paths)),
         ),
         env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
-        watch=(f"{paths.bin}/pruner.py",),
+        watch=(f"{paths.bin}/pruner.py", f"{paths.bin}/pruner_tier.py"),
         needs_mount=drive_of(settings),
         require=tier_marks(settings, namespace_dir),
         writes=(settings.paths.tier_dir,),
