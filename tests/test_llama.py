@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from kvhost.engine.matrix import load_matrix
 from kvhost.llama import facts as llama
 from kvhost.llama.need import llama_need
 from kvhost.onhost import engine_program, gguf, llama_check, model_gguf, service_names
+from kvhost.schema.llama_args import ALONE, OLDER, REFUSED, WITH_VALUE
 from kvhost.secrets import SecretError, api_key
 from kvhost.services.describe import services
 from kvhost.services.runners import left_over
 from kvhost.settings import Settings, SettingsError, validate_hosts
 from kvhost.sizing.model import find_model
+from tests.llama_tools import WHY_NONE, binary
 
 REPO = Path(__file__).resolve().parents[1]
 ONHOST = REPO / "kvhost" / "onhost"
@@ -47,6 +50,17 @@ def check(**data: object) -> Settings:
         ({"runner_extra_args": ["--slot-save-path=/x"]}, "kvhost saves the slots"),
         ({"runner_extra_args": ["--control-vector", "/x"]}, "a saved slot does not tell"),
         ({"runner_extra_args": ["--api-key", "sk-x"]}, "--api-key is not for runner_extra_args"),
+        ({"runner_extra_args": ["--help"]}, "llama-server would print something and stop"),
+        ({"runner_extra_args": ["--top-k", "5", "--kv-offload"]}, "GPUs are not in this version"),
+        ({"runner_extra_args": ["--max-num-seqs", "4"]}, "llama_slots is how many prompts"),
+        ({"runner_extra_args": ["--thread", "8"]}, "the nearest is --threads"),
+        ({"runner_extra_args": ["--threads=8"]}, "are two items"),
+        (
+            {"runner_extra_args": ["--chat-template", "--agent"]},
+            "--chat-template has no value; --agent is not",
+        ),
+        ({"runner_extra_args": ["--mlock", "8"]}, "item 2 is the value of no flag"),
+        ({"runner_extra_args": ["--seed"]}, "--seed has no value"),
         ({"llama_binary": "/opt/llama-server"}, "must end in #sha256="),
         ({"llama_binary": f"/opt/llama.zip#sha256={DIGEST}"}, "the program itself or a .tar.gz"),
     ],
@@ -56,6 +70,40 @@ def test_what_means_nothing_or_harms_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(SettingsError, match=said):
         check(**data)
+
+
+# of `llama-server --help`: a shell for whoever reaches the port, files, networks, logs of prompts
+HARMFUL = """
+-ag --agent --mcp-servers-json --mcp-servers-config --ui-mcp-proxy --tools --tools-runtime
+--path --media-path --rpc --lookup-cache-static --lookup-cache-dynamic -lcs -lcd -hft
+--hf-token --log-prompts-dir --log-verbosity -lv --log-file --api-prefix -no-kvu
+--kv-unified-per-slot --sleep-idle-seconds -dr -hfr -hff --gpt-oss-20b-default --no-offline
+--fim-qwen-7b-spec --control-vector-scaled --version -h -cl --completion-bash --list-devices
+--props --no-metrics --mmproj-url --grammar-file --chat-template-file --json-schema-file
+--model-draft --slot_save_path --no_slots --video-ffmpeg-dir --ui-config-file -jf -md --foo
+"""
+
+
+@pytest.mark.parametrize("flag", HARMFUL.split())
+def test_a_flag_that_is_not_known_to_be_harmless_is_refused(flag: str) -> None:
+    for words in ([flag], [flag, "geheim"], ["--seed", "1", f"{flag}=geheim"]):
+        with pytest.raises(SettingsError, match="is not for runner_extra_args: ") as caught:
+            check(runner_extra_args=words)
+        text = str(caught.value)
+        assert "geheim" not in text and "vllm" not in text.lower()
+        assert "write: runner_extra_args = ['--threads', '8']" in text
+
+
+def test_harmless_flags_are_taken_and_are_flags_of_the_program() -> None:
+    words = [*ALONE, *(word for flag in WITH_VALUE for word in (flag, "-1"))]
+    assert check(runner_extra_args=words).runner_extra_args == words
+    assert not (ALONE | WITH_VALUE) & set(REFUSED) and not ALONE & WITH_VALUE
+    if (path := binary()) is None:
+        pytest.skip(WHY_NONE)
+    told = llama_check.said([str(path), "--help"])[1]
+    heads = [line for line in told.splitlines() if line.startswith("-")]
+    known = {word for line in heads for word in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", line)}
+    assert not (ALONE | WITH_VALUE) - OLDER - known
 
 
 def test_settings_of_llama_server_are_refused_with_vllm() -> None:

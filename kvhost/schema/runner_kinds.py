@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvhost.schema.llama import LlamaSettings
 from kvhost.schema.problems import Problem, short
-from kvhost.schema.runner_args import flag_name
 
 if TYPE_CHECKING:
     from kvhost.schema.settings import Settings
@@ -39,37 +38,6 @@ NOT_LLAMA: Mapping[str, str] = {
     "more_runners": "one llama-server a host; llama_slots is how many prompts it works on",
     "verify_runner": "there is one runner",
 }
-#: flags of llama-server that kvhost sets, or that would break the cache or show a key
-_LLAMA_FLAGS: Mapping[str, str] = {
-    **dict.fromkeys(("-m", "--model", "-mu", "--model-url", "-hf", "--hf-repo"), "model_source"),
-    **dict.fromkeys(("-a", "--alias"), "served_model_name"),
-    **dict.fromkeys(("-c", "--ctx-size"), "max_model_len"),
-    **dict.fromkeys(("-np", "--parallel"), "llama_slots"),
-    **dict.fromkeys(("-ctk", "--cache-type-k"), "llama_cache_type_k"),
-    **dict.fromkeys(("-ctv", "--cache-type-v"), "llama_cache_type_v"),
-    **dict.fromkeys(("-cram", "--cache-ram"), "l1_gib"),
-    "--host": "api_host",
-    "--port": "api_port",
-    "--api-key": "api_key_file",
-    "--api-key-file": "api_key_file",
-}
-_LLAMA_OWN: Mapping[str, str] = {
-    **dict.fromkeys(("--slot-save-path", "--slots", "--no-slots"), "kvhost saves the slots"),
-    **dict.fromkeys(("-fa", "--flash-attn"), "kvhost sets it: V of a type of its own needs it"),
-    **dict.fromkeys(
-        ("-kvu", "--kv-unified"), "slots that share memory are cleared before they are saved"
-    ),
-    **dict.fromkeys(("-v", "--verbose", "--log-verbose"), "it writes prompts into the log"),
-    **dict.fromkeys(("--log-file", "-lv", "--verbosity"), "it writes prompts into a file"),
-    **dict.fromkeys(("--lora", "--lora-scaled", "--control-vector"), "a saved slot does not tell "
-                    "of it, and would be read without it"),
-    **dict.fromkeys(("--models-dir", "--models-preset"), "kvhost serves one model"),
-    "--swa-full": "a saved slot of another kind would be read",
-    "--media-path": "it opens files of the host to whoever has the key",
-    "--tools": "it runs commands on the host",
-    "--ssl-key-file": "kvhost's own checks speak plain HTTP; put a proxy with TLS before it",
-    "--ssl-cert-file": "kvhost's own checks speak plain HTTP; put a proxy with TLS before it",
-}  # fmt: skip
 #: of the restart test
 LLAMA_EVENTS = ("both", "kill")
 
@@ -94,7 +62,6 @@ def kind_problems(s: Settings) -> _Found:
         what = "is of vLLM and its cache server, in this version"
         yield _found(("monitoring", "runner"), what, "monitoring = False")
     yield from _model(s)
-    yield from _flags(s)
     yield from _events(s)
 
 
@@ -106,24 +73,6 @@ def _model(s: Settings) -> _Found:
             f"llama-server reads a .gguf file, and {short(source)} is no path of one on the host",
             "model_source = '/srv/models/llama-8b-q4_k_m.gguf', or 'builtin'",
         )
-
-
-def _flags(s: Settings) -> _Found:
-    for item in s.runner_extra_args:
-        name = item.partition("=")[0]
-        for one in (name, flag_name(item)):
-            if one in _LLAMA_FLAGS:
-                why = f"kvhost sets it itself, from the setting {_LLAMA_FLAGS[one]}"
-            elif one in _LLAMA_OWN:
-                why = _LLAMA_OWN[one]
-            else:
-                continue
-            yield _found(
-                ("runner_extra_args", "runner"),
-                f"{one} is not for runner_extra_args: {why}",
-                "runner_extra_args = ['--threads', '8']",
-            )
-            break
 
 
 def _events(s: Settings) -> _Found:

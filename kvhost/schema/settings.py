@@ -16,6 +16,7 @@ from kvhost.schema.combinations import combination_problems
 from kvhost.schema.driver import DriverSettings
 from kvhost.schema.field import setting
 from kvhost.schema.llama import LlamaSettings
+from kvhost.schema.llama_args import llama_extra_args
 from kvhost.schema.monitoring import MonitoringSettings
 from kvhost.schema.ollama import OllamaSettings
 from kvhost.schema.problems import CombinationError
@@ -30,6 +31,14 @@ from kvhost.schema.unsupported import (
 DIRECTORY_LIMIT_GIB = 20.0  # of a tier on a filesystem that others use too
 OLLAMA_PORT = 11434
 BLOCK_TOKENS = 128  # vLLM's KV block on a CPU; a chunk of LMCache is a whole number of blocks
+
+
+def _runner_args(items: list[str], info: ValidationInfo) -> list[str]:
+    """By the rules of the runner, whose setting stands before this one. Ollama takes none, which
+    the combinations say; an unknown runner has no rules."""
+    check = {"vllm": _check_runner_args, "llama_server": llama_extra_args}
+    rules = check.get(info.data.get("runner", ""))
+    return rules(items) if rules else items
 
 
 _BaseDir = Annotated[str, AfterValidator(_values.base_dir)]
@@ -48,7 +57,7 @@ _L2Adapter = Annotated[Literal["fs", "fs_native"], BeforeValidator(l2_adapter_in
 _CacheKind = Annotated[Literal["mp", "native"], BeforeValidator(cache_kind_in_this_version)]
 _Host = Annotated[str, AfterValidator(_values.api_host)]
 _Port = Annotated[int, AfterValidator(_values.port)]
-_RunnerArgs = Annotated[list[str], AfterValidator(_check_runner_args)]
+_RunnerArgs = Annotated[list[str], AfterValidator(_runner_args)]
 _Events = Annotated[list[str], AfterValidator(_values.verify_events)]
 _Url = Annotated[str, AfterValidator(_values.hub_url)]
 _Line = Annotated[str, AfterValidator(_values.one_line)]
