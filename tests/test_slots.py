@@ -144,7 +144,7 @@ def to_a_link(path: Path) -> None:
         (lambda s: s.engine({**ENGINE, "cache_type_k": "q8_0"}), "cache_type_k differ"),
         (lambda s: setattr(s.server, "build", "b2-other"), "and b2-other runs"),
         (edit("slot-0", sha256="0" * 64), "the checksum is another"),
-        (edit("slot-0", bytes=None), "10 bytes, None were written"),
+        (edit("slot-0", bytes=None), "of another form"),
         (edit("slot-0", file="../../elsewhere.kv"), "of another form"),
         (edit("slot-0", schema=9), "of another form"),
         (lambda s: (s.folder / ".slot-0.json").write_text("{"), "note cannot be read"),
@@ -167,6 +167,105 @@ def test_what_does_not_verify_never_reaches_the_server_and_is_removed(
     assert site.files() == []
     told = capfd.readouterr().err
     assert said in told and "removed" in told
+
+
+def without(name: str, key: str) -> Callable[[Site], object]:
+    def change(site: Site) -> None:
+        note = site.note(name)
+        del note[key]
+        (site.folder / f".{name}.json").write_text(json.dumps(note))
+
+    return change
+
+
+def in_place_of_note(make: Callable[[Path], object]) -> Callable[[Site], object]:
+    def change(site: Site) -> None:
+        path = site.folder / ".slot-0.json"
+        path.unlink()
+        make(path)
+
+    return change
+
+
+DEEP = "[" * 100_000
+
+
+def old_folder(path: Path) -> None:
+    path.mkdir()
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        edit("slot-0", file=[]),
+        edit("slot-0", saved_unix="x"),
+        edit("slot-0", saved_unix=10**400),
+        edit("slot-0", saved_unix=float("nan")),
+        edit("slot-0", tokens=True),
+        edit("slot-0", engine=[]),
+        without("slot-0", "tokens"),
+        in_place_of_note(lambda p: p.write_text(DEEP)),
+        in_place_of_note(lambda p: p.write_text(f'{{"a": "{"x" * 300_000}"}}')),
+        in_place_of_note(os.mkfifo),
+        in_place_of_note(lambda p: p.symlink_to("/dev/zero")),
+    ],
+)
+def test_one_odd_note_goes_with_its_file_and_keeps_nothing_else_from_being_restored(
+    harm: Callable[[Site], object], site: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site.server.fill(0, b"zero")
+    site.server.fill(1, b"one")
+    site.save()
+    old = site.file("slot-0")
+    harm(site)
+    site.start()
+    site.keeper.restore_all()
+    assert site.server.contents == {0: b"", 1: b"one"}
+    assert not os.path.lexists(site.folder / ".slot-0.json") and not old.exists()
+    assert "slot-0 is not restored and was removed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, harm",
+    [
+        (slots_files.STATE, lambda p: p.write_text(DEEP)),
+        (slots_files.STATE, lambda p: p.mkdir()),
+        (f"x.{'0' * 16}.kv", lambda p: p.mkdir()),
+        (".x.json", lambda p: p.mkdir()),
+        ("q.tmp", old_folder),
+    ],
+)
+def test_what_cannot_be_read_or_removed_is_passed_over(
+    name: str, harm: Callable[[Path], object], site: Site
+) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    site.start()
+    (site.folder / name).unlink(missing_ok=True)
+    harm(site.folder / name)
+    site.keeper.restore_all()
+    assert site.server.contents[0] == b"zero"
+
+
+def test_a_state_that_lacks_something_counts_as_none(site: Site) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    site.start()
+    state: dict[str, Any] = {"server": site.keeper.server.identity(), "saved": {}}
+    (site.folder / slots_files.STATE).write_text(json.dumps(state))
+    site.keeper.restore_all()
+    assert site.server.contents[0] == b"zero"
+
+
+def test_a_file_of_another_length_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    os.truncate(site.file("slot-0"), 1 << 40)
+    monkeypatch.setattr(slots_files, "digest_of", None)
+    assert "bytes, 4 were written" in str(
+        site.keeper.store.why_not("slot-0", site.note("slot-0"), None)
+    )
 
 
 def test_a_file_without_a_note_is_cleared_and_never_read(site: Site) -> None:
@@ -307,6 +406,42 @@ def test_the_keeper_restores_a_new_process_and_saves_what_changes(site: Site) ->
     finally:
         keeper.send_signal(signal.SIGTERM)
         assert keeper.wait(10) == 0
+
+
+@pytest.mark.parametrize("slot", ["2", "99", "-1"])
+@pytest.mark.parametrize("words", [("save", "mine"), ("restore", "slot-0")])
+def test_a_slot_that_the_server_does_not_have_is_refused(
+    slot: str, words: tuple[str, ...], site: Site
+) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    done = program(site, *words, "--slot", slot)
+    assert done.returncode == 1 and f"there is no slot {slot}: it has 0, 1" in done.stderr
+    assert site.server.saves == 1 and site.server.restored == []
+
+
+def test_saving_all_fails_where_one_is_not_saved(site: Site) -> None:
+    site.server.fill(0, b"zero")
+    site.server.short = 3
+    done = program(site, "save", "--all")
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == {"saved": [], "failed": ["slot-0"]}
+    site.server.short = 0
+    assert program(site, "save", "--all").returncode == 0
+
+
+def test_the_keeper_says_once_what_keeps_it_from_its_work(site: Site, tmp_path: Path) -> None:
+    (site.folder / slots_files.LOCK).mkdir()
+    where = ("--dir", str(site.folder), "--api", site.server.url, "--record", str(site.record))
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        keeper = subprocess.Popen([sys.executable, ONHOST / "slots.py", *where, "run"], stderr=out)
+    try:
+        time.sleep(2.5)
+    finally:
+        keeper.send_signal(signal.SIGTERM)
+        keeper.wait(10)
+    assert log.read_text().count("Is a directory") == 1
 
 
 def test_two_at_once_take_turns(site: Site) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import encodings.idna  # noqa: F401 (before the identity changes: root's Python may be closed then)
+import http.client
 import json
 import os
 import re
@@ -35,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING or __package__:
-    from kvhost.onhost.slots_files import NAME, OF_SLOT, Store, Trouble, say
+    from kvhost.onhost.slots_files import NAME, OF_SLOT, Store, Trouble, read_json, say, say_once
 else:  # it lies beside this file on a host, where there is no package kvhost
-    from slots_files import NAME, OF_SLOT, Store, Trouble, say
+    from slots_files import NAME, OF_SLOT, Store, Trouble, read_json, say, say_once
 
 Data = dict[str, Any]
 #: seconds; a slot of 10 GB is written to a slow drive
@@ -67,16 +68,15 @@ class Server:
             with error:
                 said = error.read().decode(errors="replace").strip()[:300]
             raise Trouble(f"llama-server: HTTP {error.code} {said}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise Trouble(f"llama-server does not answer: {error}") from error
 
     def identity(self) -> str | None:
         """Tells this process from one before it; None without a record of launch.py's."""
         try:
-            with open(self.record, encoding="utf-8") as handle:
-                told = json.load(handle)
+            told = read_json(self.record)
             return f"{told['boot_id']}:{told['pid']}:{told['start_ticks']}"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError):
             return None
 
     def slots(self) -> list[Data]:
@@ -87,8 +87,17 @@ class Server:
             slot for slot in found if isinstance(slot, dict) and isinstance(slot.get("id"), int)
         ]
 
+    def require(self, slot: int) -> None:
+        """The server itself takes any number, modulo its slots."""
+        known = [one["id"] for one in self.slots()]
+        if slot not in known:
+            raise Trouble(f"there is no slot {slot}: it has {', '.join(map(str, known))}")
+
     def build(self) -> str:
-        return str(self.call("/props").get("build_info"))
+        told = self.call("/props")
+        if not isinstance(told, dict):
+            raise Trouble("llama-server: /props is no object")
+        return str(told.get("build_info"))
 
     def act(self, slot: int, action: str, file: str, timeout: float) -> Data:
         told = self.call(f"/slots/{slot}?action={action}", {"filename": file}, timeout)
@@ -109,6 +118,8 @@ class Keeper:
 
     def __init__(self, store: Store, server: Server) -> None:
         self.store, self.server = store, server
+        #: names that save_changed could not save
+        self.failed: list[str] = []
 
     def save(self, slot: int, name: str, why: str, timeout: float) -> Data | None:
         """None where the slot is empty. What was saved before stays until this is whole."""
@@ -137,12 +148,14 @@ class Keeper:
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                say(f"{name} and what follows are not saved: no time left")
-                break
+                say(f"{name} is not saved: no time left")
+                self.failed.append(name)
+                continue
             try:
                 note = self.save(slot["id"], name, why, left)
             except (Trouble, OSError) as error:
                 say(f"{name} is not saved: {error}")
+                self.failed.append(name)
                 continue
             if note is not None:
                 say(f"saved {name}: {note['tokens']} tokens, {note['bytes']} bytes ({why})")
@@ -154,7 +167,8 @@ class Keeper:
     def state(self) -> Data:
         """What was saved and restored of the process that runs now."""
         state, now = self.store.state(), self.server.identity()
-        if state.get("server") != now or not isinstance(state.get("saved"), dict):
+        whole = isinstance(state.get("saved"), dict) and isinstance(state.get("restored"), bool)
+        if state.get("server") != now or not whole:
             return {"server": now, "saved": {}, "restored": False}
         return state
 
@@ -166,8 +180,8 @@ class Keeper:
         note = notes[name]
         why = self.store.why_not(name, note, self.server.build())
         if why is not None or note is None:
-            self.store.forget(name)
-            raise Trouble(f"{name} is not restored and was removed: {why}")
+            left = "was" if self.store.forget(name) else "could not be"
+            raise Trouble(f"{name} is not restored and {left} removed: {why}")
         told = self.server.act(slot, "restore", note["file"], SAVE_S)
         # how many it says were restored proves nothing: only a request does (docs/llama.md)
         say(
@@ -185,10 +199,8 @@ class Keeper:
         empty = {slot["id"] for slot in self.server.slots() if change_key(slot) is None}
         notes = self.store.notes()
         own = {int(m.group(1)): name for name in notes for m in [OF_SLOT.match(name)] if m}
-        named = sorted(
-            set(notes) - set(own.values()),
-            key=lambda name: -float((notes[name] or {}).get("saved_unix") or 0),
-        )
+        when = {name: note["saved_unix"] if note else 0 for name, note in notes.items()}
+        named = sorted(set(notes) - set(own.values()), key=lambda name: -when[name])
         for number in sorted(own):
             if number in empty and self.try_restore(number, own.pop(number)):
                 empty.discard(number)
@@ -220,13 +232,15 @@ def run(keeper: Keeper, every: float) -> None:
                 with keeper.store.locked():
                     keeper.restore_all()
                 restored_for, saved_at = now, time.monotonic()
+                say_once.cache_clear()
             elif time.monotonic() - saved_at > every:
                 saved_at = time.monotonic()
                 with keeper.store.locked():
                     keeper.save_changed("changed", SAVE_S, busy_too=False)
+                say_once.cache_clear()
         except (Trouble, OSError) as error:
             if "does not answer" not in str(error) and "HTTP 503" not in str(error):
-                say(str(error))
+                say_once(str(error))
         time.sleep(POLL_S)
 
 
@@ -308,12 +322,15 @@ def act(args: argparse.Namespace, keeper: Keeper) -> Any:
     if args.command == "check":
         return {name: store.why_not(name, note, None) for name, note in store.notes().items()}
     if args.command == "forget":
-        store.forget(args.name)
+        if not store.forget(args.name):
+            raise Trouble(f"{args.name} could not be removed")
         return {"forgotten": args.name}
+    if args.command == "save" and args.all:
+        saved = keeper.save_changed(args.why, STOP_S, busy_too=True)
+        return {"saved": saved, "failed": keeper.failed}
+    keeper.server.require(args.slot)
     if args.command == "restore":
         return shown(keeper.restore(args.slot, args.name))
-    if args.all:
-        return {"saved": keeper.save_changed(args.why, STOP_S, busy_too=True)}
     note = keeper.save(args.slot, args.name, args.why, SAVE_S)
     if note is None:
         raise Trouble(f"slot {args.slot} is empty: nothing was saved")
@@ -335,6 +352,8 @@ def main() -> int:
         say(str(error))
         return 1
     print(json.dumps(answer))
+    if keeper.failed:
+        return 1
     if args.command == "check":
         return 1 if any(answer.values()) else 0
     return 0

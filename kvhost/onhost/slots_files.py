@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 Data = dict[str, Any]
 SCHEMA = 1
@@ -37,6 +38,8 @@ UNFINISHED = re.compile(r".*\.tmp\Z|\..*\.json\.new\Z")
 #: a save that is at work is younger
 OLD_S = 600
 LOCK_WAIT_S = 300.0
+#: bytes of a note or of the state; theirs have about 1,000
+MOST_JSON = 1 << 18
 
 
 class Trouble(Exception):
@@ -47,16 +50,81 @@ def say(text: str) -> None:
     print(f"slots: {text}", file=sys.stderr, flush=True)
 
 
+@functools.lru_cache(maxsize=64)
+def say_once(text: str) -> None:
+    """What a loop would say in every round. ``say_once.cache_clear()`` makes it new again."""
+    say(text)
+
+
+def opened(path: str) -> BinaryIO:
+    """A regular file, no link; a pipe is not waited for. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(fd, "rb")
+
+
+def read_json(path: str) -> Data:
+    """The object in a small file. Raises OSError, ValueError (what is odd about its content)."""
+    with opened(path) as handle:
+        text = handle.read(MOST_JSON + 1)
+    if len(text) > MOST_JSON:
+        raise ValueError(f"{path} has more than {MOST_JSON} bytes")
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return data
+
+
+def well_formed(name: str, note: Data) -> bool:
+    """Is it a note as keep() writes them? Whether it is true is another question."""
+
+    def number(key: str, *kinds: type) -> bool:
+        value: Any = note.get(key)
+        return type(value) in kinds and 0 <= value < 2**63  # not NaN, no bool
+
+    file = note.get("file")
+    return (
+        note.get("schema") == SCHEMA
+        and isinstance(file, str)
+        and bool(SAVED.match(file))
+        and file.startswith(f"{name}.")
+        and isinstance(note.get("sha256"), str)
+        and isinstance(note.get("engine"), dict)
+        and number("bytes", int)
+        and number("tokens", int)
+        and number("saved_unix", int, float)
+    )
+
+
+def removed(path: str) -> bool:
+    """Is it gone now? What cannot be removed (a directory) is said, and passed over."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        say_once(f"cannot be removed: {error}")
+        return False
+    return True
+
+
+def digest_of(handle: BinaryIO) -> tuple[str, int]:
+    digest, count = hashlib.sha256(), 0
+    for block in iter(lambda: handle.read(1 << 20), b""):
+        digest.update(block)
+        count += len(block)
+    return digest.hexdigest(), count
+
+
 def sha256(path: str) -> tuple[str, int]:
     """Digest and bytes of a regular file, no link. Raises OSError."""
-    digest, count = hashlib.sha256(), 0
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
-        if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        for block in iter(lambda: handle.read(1 << 20), b""):
-            digest.update(block)
-            count += len(block)
-    return digest.hexdigest(), count
+    with opened(path) as handle:
+        return digest_of(handle)
 
 
 def sync(path: str) -> None:
@@ -74,8 +142,7 @@ class Store:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         try:
-            with open(self.path(NAMESPACE), encoding="utf-8") as handle:
-                self.fields: Data = dict(json.load(handle)["engine_config"])
+            self.fields: Data = dict(read_json(self.path(NAMESPACE))["engine_config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Trouble(f"{folder} is no namespace of kvhost: {error}") from error
 
@@ -105,14 +172,16 @@ class Store:
     def state(self) -> Data:
         """{} without a usable one: it only saves work."""
         try:
-            with open(self.path(STATE), encoding="utf-8") as handle:
-                data = json.load(handle)
+            return read_json(self.path(STATE))
         except (OSError, ValueError):
             return {}
-        return data if isinstance(data, dict) else {}
 
     def remember(self, data: Data) -> None:
-        self.write(STATE, data)
+        """What could not be remembered is done once more."""
+        try:
+            self.write(STATE, data)
+        except OSError as error:
+            say_once(f"{STATE} is not written: {error}")
 
     def write(self, name: str, data: Data) -> None:
         """Whole or not at all, and on the disk."""
@@ -130,7 +199,7 @@ class Store:
     # saved slots
 
     def notes(self) -> dict[str, Data | None]:
-        """Name -> what is noted of it; None for a note that cannot be read."""
+        """Name -> what is noted of it; None for a note that cannot be read, or has another form."""
         found: dict[str, Data | None] = {}
         for entry in sorted(os.listdir(self.folder)):
             name = entry[1 : -len(".json")]
@@ -138,12 +207,10 @@ class Store:
                 continue
             if entry in (NAMESPACE, STATE):
                 continue
-            try:
-                with open(self.path(entry), encoding="utf-8") as handle:
-                    data = json.load(handle)
-            except (OSError, ValueError):
-                data = None
-            found[name] = data if isinstance(data, dict) else None
+            found[name] = None
+            with contextlib.suppress(OSError, ValueError):
+                note = read_json(self.path(entry))
+                found[name] = note if well_formed(name, note) else None
         return found
 
     def keep(self, name: str, draft: str, told: Data) -> Data:
@@ -169,58 +236,51 @@ class Store:
             **told,
         }
         self.write(f".{name}.json", note)
-        if isinstance(before, str) and before != file and SAVED.match(before):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path(before))
+        if before is not None and before != file:
+            removed(self.path(before))
         return note
 
     def why_not(self, name: str, note: Data | None, server_build: str | None) -> str | None:
         """Why a saved slot must not be named to the server; None when it may. Reads all of it."""
         if note is None:
-            return "its note cannot be read"
-        file, digest, count = (note.get(key) for key in ("file", "sha256", "bytes"))
-        fits = isinstance(file, str) and SAVED.match(file) and file.startswith(f"{name}.")
-        if not fits or not isinstance(digest, str) or note.get("schema") != SCHEMA:
-            return "its note is of another form"
-        wanted = note.get("engine")
-        if not isinstance(wanted, dict) or wanted != self.fields:
-            changed = sorted(
-                key
-                for key in {*self.fields, *(wanted or {})}
-                if (wanted or {}).get(key) != self.fields.get(key)
-            )
+            return "its note cannot be read, or is of another form"
+        wanted = note["engine"]
+        if wanted != self.fields:
+            keys = {*self.fields, *wanted}
+            changed = sorted(key for key in keys if wanted.get(key) != self.fields.get(key))
             return f"it is of another engine: {', '.join(changed)} differ"
         if server_build is not None and note.get("server_build") != server_build:
             return f"it is of build {note.get('server_build')}, and {server_build} runs"
         try:
-            found, size = sha256(self.path(str(file)))
+            with opened(self.path(note["file"])) as handle:
+                size = os.fstat(handle.fileno()).st_size
+                # the length first: a file that was blown up is not read
+                found = digest_of(handle)[0] if size == note["bytes"] else None
         except FileNotFoundError:
             return "its file is gone (the pruner's limit, or somebody's hand)"
         except OSError as error:
             return f"its file cannot be read: {error}"
-        if size != count:
-            return f"its file has {size} bytes, {count} were written"
-        return None if found == digest else "its file is damaged: the checksum is another"
+        if found is None:
+            return f"its file has {size} bytes, {note['bytes']} were written"
+        return None if found == note["sha256"] else "its file is damaged: the checksum is another"
 
-    def forget(self, name: str) -> None:
-        """The note first: a file without one is never named to the server."""
-        note = self.notes().get(name) or {}
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path(f".{name}.json"))
-        file = note.get("file")
-        if isinstance(file, str) and SAVED.match(file):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path(file))
+    def forget(self, name: str) -> bool:
+        """Is all of it gone? The note first: a file without one is never named to the server."""
+        saved = [SAVED.match(entry) for entry in os.listdir(self.folder)]
+        own = [match.group() for match in saved if match and match.group(1) == name]
+        gone = [removed(self.path(entry)) for entry in (f".{name}.json", *own)]
+        return all(gone)
 
     def clear(self) -> list[str]:
-        """Removes what belongs to no saved slot: files without a note, and old unfinished ones."""
-        used = {(note or {}).get("file") for note in self.notes().values()}
+        """Removes what belongs to no saved slot: files without a note, and old unfinished ones.
+        What cannot be removed is passed over."""
+        used = {note["file"] for note in self.notes().values() if note}
         gone = []
         for entry in sorted(os.listdir(self.folder)):
             with contextlib.suppress(FileNotFoundError):
                 age = time.time() - os.lstat(self.path(entry)).st_mtime
                 lost = SAVED.match(entry) and entry not in used
-                if lost or (UNFINISHED.match(entry) and age > OLD_S):
-                    os.unlink(self.path(entry))
+                stale = lost or (UNFINISHED.match(entry) and age > OLD_S)
+                if stale and removed(self.path(entry)):
                     gone.append(entry)
         return gone
