@@ -133,6 +133,14 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "verify_runner": {"more_runners": [{"name": "second", "api_port": 8001}]},
     "model_revision": {"model_source": "org/name"},
     "shared_tier": {"shared_tier_password_file": "secrets/shared"},
+    "shared_tier_password_file": {
+        "shared_store_address": "10.0.0.5",
+        "shared_store_memory_gib": 1.0,
+    },
+    "shared_tier_timeout_s": {
+        "shared_tier": "redis://10.0.0.5:6379",
+        "shared_tier_password_file": "secrets/shared",
+    },
     "shared_tier_ca_file": {
         "shared_tier": "rediss://store:6379",
         "shared_tier_password_file": "secrets/shared",

@@ -53,6 +53,12 @@ Json = dict[str, Any]
         ("verify_events", ["both", "kill"], "one service, the runner"),
         ("verify_events", ["runner", "other"], "second vLLM"),
         ("runner_extra_args", ["--prefix_caching_hash_algo=xxhash"], "names of the files"),
+        ("runner_extra_args", ["--prefix-caching-hash", "xxhash"], "names of the files"),
+        ("runner_extra_args", ["--data-parallel-size", "2"], "each vLLM would have a memory"),
+        ("runner_extra_args", ["--data_parallel_si=2"], "each vLLM would have a memory"),
+        ("runner_extra_args", ["--data-parallel-rank", "1"], "each vLLM would have a memory"),
+        ("runner_extra_args", ["-dp", "2"], "each vLLM would have a memory"),
+        ("runner_extra_args", ["-dpl=2"], "each vLLM would have a memory"),
         ("more_runners", [{"name": "second", "api_port": 8001}], "one runner"),
     ],
 )
@@ -70,6 +76,16 @@ def test_a_shared_tier_is_one_of_the_cache_server() -> None:
     shared["shared_tier_password_file"] = "secrets/store"
     assert "second tier of LMCache's" in refused({**NATIVE, **shared})["shared_tier, cache_kind"]
     check(shared)
+    for key, value in (("shared_tier_ca_file", "ca.pem"), ("shared_tier_timeout_s", 5.0)):
+        assert "second tier of LMCache's" in refused({**NATIVE, key: value})[f"{key}, cache_kind"]
+    password = {"shared_tier_password_file": "secrets/store"}
+    assert set(refused({**NATIVE, **password})) == {"shared_tier_password_file, shared_tier"}
+    store = {"shared_store_address": "10.0.0.5", "shared_store_memory_gib": 1.0}
+    check({**NATIVE, **password, **store})  # it is the password of the store on this host
+
+
+def test_without_prefix_caching_vllm_still_asks_its_connector() -> None:
+    check({**NATIVE, "runner_extra_args": ["--no-enable-prefix-caching"]})
 
 
 def test_all_that_means_nothing_is_said_at_once() -> None:

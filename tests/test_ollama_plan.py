@@ -105,7 +105,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, Any] | None, dict[str, Any],
     ),
     "no systemd": ({}, None, {"unit": bad("systemd is not PID 1")}, {"no_ollama"}, "not PID 1"),
     "no unit": ({}, None, {"unit": unit(load="not-found")}, {"no_ollama"}, "not-found"),
-    "masked": ({}, None, {"unit": unit(load="masked")}, {"no_ollama"}, "masked"),
+    "masked": ({}, None, {"unit": unit(load="masked")}, {"no_ollama"}, "systemctl unmask"),
     "overruled": ({}, None, {"unit": overruled()}, {"ollama_overruled"}, "override.conf:7"),
     "taken away": ({}, None, {"unit": overruled(None)}, {"ollama_overruled"}, "takes it away"),
     "set before ours": ({}, None, {"unit": overruled(name="aa.conf")}, set(), "aa.conf:7"),
@@ -167,7 +167,7 @@ def test_reasons_not_to(case: str) -> None:
     given, report, words, codes, said = CASES[case]
     found = plan(given, report, **words)
     assert {refusal.code for refusal in found.refusals} == codes
-    every = [*(f"{r.found} {r.what}" for r in found.refusals), *found.notes]
+    every = [*(f"{r.found} {r.what} {r.fix}" for r in found.refusals), *found.notes]
     assert any(said in text for text in every)
 
 

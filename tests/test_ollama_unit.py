@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import ollama_log, ollama_sets
+from kvhost.onhost import ollama_log, ollama_sets, ollama_unit
 
 pytestmark = pytest.mark.runners
 HEAD = "[Unit]\nDescription=x\n[Service]\n"
@@ -63,3 +63,48 @@ def test_environment_files_are_named_and_read(tmp_path: Path) -> None:
     ]
     _, none = ollama_sets.sets_of("/u", HEAD + f"EnvironmentFile={file}\nEnvironmentFile=")
     assert none == []
+
+
+def look(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, drop_in: str = ""
+) -> dict[str, Any]:
+    """What is found of a unit with this text of [Service], by the real script."""
+    unit = folder / "ollama.service"
+    unit.write_bytes(HEAD.encode() + text)
+    shown = {"LoadState": "loaded", "FragmentPath": str(unit), "DropInPaths": drop_in}
+    monkeypatch.setattr(ollama_unit, "booted", lambda: True)
+    monkeypatch.setattr(ollama_unit, "shown_by_systemd", lambda _: shown)
+    monkeypatch.setattr(ollama_unit, "PLACE", str(folder))
+    return ollama_unit.look()
+
+
+def test_environment_files_by_wildcards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b.env").write_text("OLLAMA_KV_CACHE_TYPE=q4_0\n")
+    (tmp_path / "a.env").write_text("OLLAMA_KV_CACHE_TYPE=q8_0\n")
+    found = look(tmp_path, monkeypatch, f"EnvironmentFile=-{tmp_path}/*.env\n".encode())
+    assert [one["value"] for one in found["sets"]] == ["q8_0", "q4_0"]
+    quoted = f'EnvironmentFile="{tmp_path}/a.env"\n'  # no absolute path: systemd ignores it
+    found = look(tmp_path, monkeypatch, quoted.encode())
+    assert (found["sets"], found["unreadable"]) == ([], [])
+    found = look(tmp_path, monkeypatch, b"EnvironmentFile=/etc/default/%N\n")
+    assert "specifier" in found["unreadable"][0]
+
+
+@pytest.mark.parametrize(("value", "left"), [("f16", [None]), ("q8_0", ["q8_0"])])
+def test_one_value_may_be_unset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, left: list[str | None]
+) -> None:
+    unset = "UnsetEnvironment=OLLAMA_KV_CACHE_TYPE=f16\n"
+    text = f"{unset}Environment=OLLAMA_KV_CACHE_TYPE={value}\n"
+    found = look(tmp_path, monkeypatch, text.encode())
+    assert [one["value"] for one in found["sets"]][-1:] == left
+
+
+def test_odd_names_and_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_in = tmp_path / "it's.conf"
+    drop_in.write_text("[Service]\nEnvironment=OLLAMA_HOST=h:1\n")
+    for shown in (str(drop_in), f'"{drop_in}"'):
+        found = look(tmp_path, monkeypatch, b"Environment=A=\xff\xfe\n", shown)
+        assert [one["value"] for one in found["sets"]] == ["h:1"]
+    found = look(tmp_path, monkeypatch, b"", f"{tmp_path}/gone.conf")
+    assert "gone.conf: it is not there" in found["unreadable"][0]

@@ -80,6 +80,7 @@ def two(**more: Any) -> Settings:
         ({"gpus": [A, B]}, "the runner has 2 GPUs and needs 1"),
         ({"gpus": [A], "tensor_parallel_size": 2}, "has 1 GPUs and needs 2"),
         ({"gpus": [A, B, C], "runner_extra_args": ["-pp", "2"]}, "-parallel-size 2)"),
+        ({"gpus": [A, B, C], "runner_extra_args": ["--pipeline=2"]}, "-parallel-size 2)"),
         ({"gpus": [A], "more_runners": [{**SECOND, "gpus": [B, C]}]}, "the runner second has 2"),
         (
             {"gpus": [A], "more_runners": [{**SECOND, "gpus": [A]}]},

@@ -264,6 +264,7 @@ STAYS_ON_THE_CONTROLLER = {
 TOGETHER = (
     *("model_revision", "driver_repository", "driver_repository_key"),
     *("shared_store_cert_file", "shared_store_key_file"),
+    *("shared_tier", "shared_tier_password_file", "shared_store_address"),
 )
 
 

@@ -66,6 +66,7 @@ def test_a_denied_flag_is_refused_in_every_form(flag: str) -> None:
         ("--kv-transfer-config", "kvhost sets it itself"),
         ("--trust-remote-code", "runs code"),
         ("-h", "help"),
+        ("-t", "tensor_parallel_size"),  # argparse takes it for -tp
     ],
 )
 def test_a_denied_flag_has_its_reason(flag: str, reason: str) -> None:

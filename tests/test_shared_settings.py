@@ -27,7 +27,7 @@ STORE: dict[str, object] = {"shared_store_address": "10.0.0.5", "shared_store_me
 @pytest.mark.parametrize("url", [
     "redis://10.0.0.5:6379", "redis://127.0.0.1:6379", "redis://[fd00::1]:6379",
     "redis://172.31.0.1:1", "rediss://203.0.113.7:6379", "rediss://store.example.org:6380",
-    "rediss://reader@store.example.org:6380",
+    "rediss://reader@store.example.org:6380", "redis://localhost:6379", "rediss://my_store:1",
 ])  # fmt: skip
 def test_a_store_on_a_private_address_or_with_tls(url: str) -> None:
     assert check({"shared_tier": url}, IN_ENV).shared_tier == url
@@ -46,11 +46,35 @@ def test_a_store_on_a_private_address_or_with_tls(url: str) -> None:
     ("s3://bucket", "S3 store is not in this version"),
     ("mooncake://10.0.0.5:50051", "Mooncake is not in this version"),
     ("unix:///run/redis.sock", "cannot be shared"),
+    ("redis://10.0.0.5:0", "has port 0"),
+    ("rediss://0.0.0.0:6379", "names no host"),
+    ("rediss://[::]:6379", "names no host"),
+    ("rediss://224.0.0.1:6379", "names no host"),
+    ("rediss://`id`:1", "names no host"),
+    ("rediss://a;reboot:1", "names no host"),
+    ("rediss://a..b:1", "names no host"),
+    ("rediss://-bad-:1", "names no host"),
+    ("rediss://10.5:1", "names no host"),
+    ("rediss://0x0a000005:1", "names no host"),
+    ("redis://planted@b@10.0.0.5:1", "has a user (not shown)"),
+    ("redis://$(id)@10.0.0.5:1", "has a user (not shown)"),
+    ("redis://@10.0.0.5:1", "has a user (not shown)"),
+    ("redis://[2001:db8::1]:6379", "'rediss://[2001:db8::1]:6379'"),
 ])  # fmt: skip
 def test_what_no_host_may_use(url: str, said: str) -> None:
     found = refused({"shared_tier": url}, IN_ENV)["shared_tier"]
     assert said in found
     assert "planted" not in found
+
+
+@pytest.mark.parametrize("runner", ["vllm", "llama_server"])
+@pytest.mark.parametrize(("key", "value"), [
+    ("shared_tier_timeout_s", 5.0), ("shared_tier_password_file", "secrets/shared"),
+    ("shared_tier_ca_file", "ca.pem"),
+])  # fmt: skip
+def test_what_is_said_of_a_store_that_none_names(runner: str, key: str, value: object) -> None:
+    (named,) = refused({"runner": runner, key: value})
+    assert key in named
 
 
 def test_no_store_without_a_password() -> None:

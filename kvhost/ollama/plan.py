@@ -96,7 +96,9 @@ def _unit(settings: Settings, look: Look) -> Iterator[Refusal]:
             f"there is no {UNIT} that could be adopted",
             f"{UNIT}, of the distribution or of Ollama's installer, or ollama_archive",
             f"systemd says: {unit['load'] or 'nothing'}",
-            "install Ollama, or ollama_archive = 'PATH#sha256=…'",
+            f"systemctl unmask {UNIT}, or ollama_archive = 'PATH#sha256=…'"
+            if unit["load"] == "masked"
+            else "install Ollama, or ollama_archive = 'PATH#sha256=…'",
         )
         return
     for why in unit["unreadable"]:

@@ -9,6 +9,7 @@ Of all other variables nothing is told: they may be secrets. See systemd.exec(5)
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import re
 import shlex
@@ -75,11 +76,40 @@ def sets_of(path: str, text: str) -> tuple[list[Data], list[str]]:
                 if name in WATCHED:
                     rows.append(row(path, number, name, given))
         elif key == "UnsetEnvironment":
-            names = {word.partition("=")[0] for word in assignments(value)}
-            rows += [row(path, number, name, None, last=True) for name in WATCHED if name in names]
+            for word in assignments(value):
+                name, equals, only = word.partition("=")
+                if name in WATCHED:
+                    one = row(path, number, name, None, last=True)
+                    rows.append({**one, "only": only} if equals else one)
         elif key == "EnvironmentFile":
-            files = [*files, value.lstrip("-")] if value else []
+            files = [*files, value[value.startswith("-") :]] if value else []
     return rows, files
+
+
+def settled(rows: list[Data]) -> list[Data]:
+    """What is unset comes last of all; UnsetEnvironment=X=VALUE does so for that value alone."""
+    now: dict[str, str | None] = {}
+    kept: list[Data] = []
+    for one in sorted(rows, key=lambda one: bool(one["last"])):
+        only = one.pop("only", None)
+        if only is None or now.get(one["variable"]) == only:
+            now[one["variable"]] = one["value"]
+            kept.append(one)
+    return kept
+
+
+def files_of(pattern: str) -> list[str]:
+    """The files that an EnvironmentFile= means, in order, by wildcards too (systemd.exec(5)).
+
+    A path that is not absolute, one in quotes too, systemd ignores. Raises ValueError for one with
+    a specifier (%h), which is not worked out here.
+    """
+    if re.search(r"%(?!%)", pattern.replace("%%", "")):
+        raise ValueError("it has a specifier (%), which kvhost does not work out")
+    path = pattern.replace("%%", "%")
+    if not path.startswith("/"):
+        return []
+    return sorted(glob.glob(path)) if glob.has_magic(path) else [path]
 
 
 def row(path: str, line: int, variable: str, value: str | None, last: bool = False) -> Data:

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost.ollama_sets import of_process, sets_of, sets_of_file
-    from kvhost.onhost.services_systemd import booted, is_ours, read
+    from kvhost.onhost.ollama_sets import files_of, of_process, sets_of, sets_of_file, settled
+    from kvhost.onhost.services_systemd import booted, is_ours
 else:  # it lies beside this file on a host, where there is no package kvhost
-    from ollama_sets import of_process, sets_of, sets_of_file
-    from services_systemd import booted, is_ours, read
+    from ollama_sets import files_of, of_process, sets_of, sets_of_file, settled
+    from services_systemd import booted, is_ours
 
 UNIT = "ollama.service"
 PLACE = "/etc/systemd/system"
@@ -66,6 +66,23 @@ def call(*words: str) -> str:
     if done.returncode != 0:
         raise Trouble(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()}")
     return done.stdout
+
+
+def read(path: str) -> str | None:
+    """None without such a file; a unit may hold bytes that are no UTF-8. Raises OSError."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as handle:
+            return handle.read()
+    except FileNotFoundError:
+        return None
+
+
+def paths_of(shown: str) -> list[str]:
+    """DropInPaths: systemctl puts a path with odd characters in quotes, older ones do not."""
+    try:
+        return shlex.split(shown)
+    except ValueError:
+        return shown.split()
 
 
 def own_path(unit: str) -> str:
@@ -105,11 +122,13 @@ def look(unit: str = UNIT) -> Data:
     }
     if found["load"] != "loaded":
         return found
-    paths = [found["fragment"], *shlex.split(shown.get("DropInPaths", ""))]
+    paths = [found["fragment"], *paths_of(shown.get("DropInPaths", ""))]
     files: list[str] = []
     for path in paths:
         text = read(path)
         if text is None:
+            if path and not found["stale"]:
+                found["unreadable"].append(f"{path}: it is not there")
             continue
         rows, more = sets_of(path, text)
         found["sets"] += rows
@@ -118,14 +137,15 @@ def look(unit: str = UNIT) -> Data:
             found["ours"] = text
     if found["ours"] is None:  # there, and not read by systemd yet
         found["ours"] = read(own_path(unit))
-    for path in files:
+    for pattern in files:
         try:
-            found["sets"] += sets_of_file(path)
+            for path in files_of(pattern):
+                found["sets"] += sets_of_file(path)
         except FileNotFoundError:
             continue
-        except OSError as error:
-            found["unreadable"].append(f"{path}: {error.strerror}")
-    found["sets"].sort(key=lambda one: one["last"])  # unset last of all; else as they are
+        except (OSError, ValueError) as error:
+            found["unreadable"].append(f"{pattern}: {error}")
+    found["sets"] = settled(found["sets"])
     pid = int(shown.get("MainPID") or 0)
     found["process"] = of_process(pid) if pid else None
     return found

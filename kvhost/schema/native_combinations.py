@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvhost.schema.problems import Problem
-from kvhost.schema.runner_args import flag_name
+from kvhost.schema.runner_args import could_mean, flag_name
 
 if TYPE_CHECKING:
     from kvhost.schema.settings import Settings
@@ -18,7 +18,10 @@ _OF_THE_SERVER = {
     "cache_http_port": "there is no cache server to listen on it",
     "heartbeat_s": "there is no cache server to be asked",
     "mq_timeout_s": "there is no cache server to be waited for",
-    "shared_tier": "it is a second tier of LMCache's server",
+    **dict.fromkeys(
+        ("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"),
+        "a shared tier is a second tier of LMCache's server",
+    ),
 }
 _EVENTS = {
     "cache": "there is no cache server to restart",
@@ -27,6 +30,11 @@ _EVENTS = {
 }
 
 _HASH = "--prefix-caching-hash-algo"
+_SIZE = "--data-parallel-size"
+_EACH = (
+    "each vLLM would have a memory of l1_gib of its own, and the sweep before the start of one "
+    "would meet what another is writing"
+)
 _Found = Iterator[tuple[frozenset[str], Problem]]
 
 
@@ -47,20 +55,31 @@ def native_problems(s: Settings) -> _Found:
                 f"{event} is no event with cache_kind native: {_EVENTS[event]}",
                 "verify_events left out (runner), or of runner, kill, reboot",
             )
-    if any(flag_name(word) == _HASH for word in s.runner_extra_args):
+    if any(could_mean(word, _HASH) for word in s.runner_extra_args):
         yield _found(
             "runner_extra_args",
             f"{_HASH} is not for cache_kind native: the names of the files are made with it, and "
             "with some (xxhash) they are others after every start",
             f"runner_extra_args without {_HASH}",
         )
+    if any(map(_is_data_parallel, s.runner_extra_args)):
+        yield _found(
+            "runner_extra_args",
+            f"{_SIZE}, and what belongs to it, is not for cache_kind native: {_EACH}",
+            "runner_extra_args without it",
+        )
     if s.more_runners:
         yield _found(
             "more_runners",
-            "cache_kind native is for one runner: each vLLM would have a memory of l1_gib of its "
-            "own, and the sweep before the start of one would meet what another is writing",
+            f"cache_kind native is for one runner: {_EACH}",
             "more_runners left out, or cache_kind = 'mp'",
         )
+
+
+def _is_data_parallel(word: str) -> bool:
+    """By any of the flags for it, of which -dpa, -dpr … are the short ones."""
+    name = flag_name(word)
+    return could_mean(word, _SIZE) or name.startswith(("--data-parallel-", "-dp")) or name == "-d"
 
 
 def _found(key: str, what: str, write: str) -> tuple[frozenset[str], Problem]:

@@ -83,11 +83,18 @@ def flag_name(item: str) -> str:
     return "--" + name[5:] if name.startswith("--no-") else name
 
 
+def could_mean(item: str, flag: str) -> bool:
+    """Whether vLLM may read an item of the command line as `flag`: it takes beginnings."""
+    name = flag_name(item)
+    return flag.startswith(name) and name not in ("-", "--")
+
+
 def why_denied(item: str) -> str | None:
     """Why this flag may not be given, or None. Only flags are looked at, not their values."""
     name = flag_name(item)
-    if name in _SHORT:
-        return DENIED[_SHORT[name]]
+    short = next((flag for flag in _SHORT if could_mean(item, flag)), None)
+    if short is not None:
+        return DENIED[_SHORT[short]]
     if not name.startswith("--") or name in _ALLOWED_BEGINNINGS:
         return None
     if re.search(r"-loras?(-|$)", name):
@@ -129,11 +136,12 @@ def runner_extra_args(items: list[str]) -> list[str]:
 
 
 def count_flag(args: Sequence[str], *names: str) -> int:
-    """A flag of vllm serve that is a whole number, by any of its names without dashes; 1 when it
-    is not there, or is what vLLM will refuse."""
+    """A flag of vllm serve that is a whole number, by any of its names without dashes, or the
+    beginning of one; 1 when it is not there, or is what vLLM will refuse."""
+    flags = [f"-{name}" if len(name) < 4 else f"--{name}" for name in names]
     found = ""
     for place, word in enumerate(args):
-        head, equals, value = word.partition("=")
-        if head.lstrip("-").replace("_", "-") in names and head.startswith("-"):
+        _, equals, value = word.partition("=")
+        if word.startswith("-") and any(could_mean(word, flag) for flag in flags):
             found = value if equals else next(iter(args[place + 1 : place + 2]), "")
     return max(1, int(found)) if re.fullmatch(r"\d+", found) else 1

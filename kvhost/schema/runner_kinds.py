@@ -30,7 +30,9 @@ NOT_LLAMA: Mapping[str, str] = {
     "cache_http_port": "it has no cache server",
     "heartbeat_s": "it has no cache server",
     "mq_timeout_s": "it has no cache server",
-    "shared_tier": "it has no cache server",
+    **dict.fromkeys(
+        ("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"), "it has no cache server"
+    ),
     "drain_s": "it ends requests at once when it is stopped",
     "tensor_parallel_size": "GPUs are not in this version for it",
     "gpus": "GPUs are not in this version for it",

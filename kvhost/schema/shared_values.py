@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
@@ -39,13 +40,35 @@ _EVICTIONS = {
 }  # fmt: skip
 
 
+#: a label of a host's name (RFC 1123); with _, which container networks have in theirs
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+_USER = re.compile(r"[A-Za-z0-9._-]+")
+
+
 def is_private(host: str) -> bool:
-    """Whether a host is an IP address that only its own network reaches, loopback included."""
+    """Whether a host is localhost, or an IP address that only its own network reaches."""
+    if host == "localhost":
+        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
     return address.is_loopback or any(address in net for net in _PRIVATE)
+
+
+def _is_host(host: str) -> bool:
+    """Whether something can be reached by it: the IP address of one host, or a host's name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.removesuffix(".").split(".")
+        numeric = re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1])  # 10.5: an address, in short
+        return len(host) <= 253 and not numeric and all(map(_LABEL.fullmatch, labels))
+    return not address.is_unspecified and not address.is_multicast
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def shared_tier(value: str) -> str:
@@ -72,6 +95,13 @@ def shared_tier(value: str) -> str:
                       "a database", example)  # fmt: skip
     if not value.isascii() or any(c in value for c in " '\"\\%"):
         raise Refusal("has a character in it that would need quoting", example)
+    if port == 0:
+        raise Refusal("has port 0, which nothing listens on", example)
+    if url.username is not None and not _USER.fullmatch(url.username):
+        raise Refusal("has a user (not shown) of other characters than A-Z a-z 0-9 . _ -", example)
+    if not _is_host(url.hostname):
+        raise Refusal("names no host that could be reached: write its name or its IP address",
+                      example)  # fmt: skip
     return value
 
 
@@ -124,21 +154,36 @@ def shared_problems(s: Settings, password_in_env: bool) -> Iterator[tuple[frozen
                 ("shared_tier",),
                 f"{host} is no private address, and without TLS password and prompts cross the "
                 "network in clear text",
-                f"shared_tier = 'rediss://{host}:{url.port}', or a private IP address",
+                f"shared_tier = 'rediss://{_in_url(host)}:{url.port}', or a private IP address",
             )
         if url.scheme == "redis" and s.shared_tier_ca_file is not None:
             yield found(
                 ("shared_tier", "shared_tier_ca_file"),
                 "certificates mean something only with TLS",
-                f"shared_tier = 'rediss://{host}:{url.port}', or shared_tier_ca_file left out",
+                f"shared_tier = 'rediss://{_in_url(host)}:{url.port}', or shared_tier_ca_file left "
+                "out",
             )
-    elif s.shared_tier_ca_file is not None:
-        yield found(
-            ("shared_tier_ca_file", "shared_tier"),
-            "says how a store is recognised, and none is named",
-            "shared_tier = 'rediss://store.example.org:6379', or shared_tier_ca_file left out",
-        )
+    else:
+        for key, what in _without_a_tier(s):
+            yield found(
+                (key, "shared_tier"),
+                f"{what}, and none is named",
+                f"shared_tier = 'rediss://store.example.org:6379', or {key} left out",
+            )
     yield from _store_problems(s, has_password, password)
+
+
+def _without_a_tier(s: Settings) -> Iterator[tuple[str, str]]:
+    """What was given for a store that no setting names, and what it says of one."""
+    no_store = s.shared_store_address is None and s.runner != "ollama"  # it has its own reason
+    if s.shared_tier_password_file is not None and no_store:
+        yield "shared_tier_password_file", "is the password of a store"
+    if s.runner != "vllm" or s.native:
+        return  # the others are refused with the reason of the runner, or of the kind of cache
+    if s.shared_tier_ca_file is not None:
+        yield "shared_tier_ca_file", "says how a store is recognised"
+    if s.shared_tier_timeout_s != type(s).model_fields["shared_tier_timeout_s"].default:
+        yield "shared_tier_timeout_s", "says how long a store is waited for"
 
 
 def _store_problems(
