@@ -288,8 +288,8 @@ def test_the_script_reads_a_host_with_gpus(root: Path) -> None:
 
 def test_the_scripts_that_the_report_runs_travel_with_it() -> None:
     report = (REPO / "kvhost/onhost/report.py").read_text()
-    sent = (REPO / "deploys/common/facts.py").read_text()
-    names = re.findall(r'with_name\("(\w+\.py)"\)', report)
+    sent = (REPO / "deploys/common/sent.py").read_text()
+    names = re.findall(r'(?:with_name\(|here / )"(\w+\.py)"', report)
     assert "report_gpu.py" in names
     other = [name for name in names if name not in DRIVE_SCRIPTS]
     assert [name for name in other if f'"{name}"' not in sent] == []

@@ -81,12 +81,13 @@ class Way:
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
     def script(self, name: str) -> str:
-        """One of kvhost's scripts, put where the host can run it."""
-        source = self.repo / "kvhost" / "onhost" / f"{name}.py"
-        if self.host is not None:
-            self.host.write(f"{self.base}/{name}.py", source.read_text())
-        else:
-            shutil.copy(source, self.base)
+        """One of kvhost's scripts, put where the host can run it, and what it imports."""
+        for one in (name, "gguf"):
+            source = self.repo / "kvhost" / "onhost" / f"{one}.py"
+            if self.host is not None:
+                self.host.write(f"{self.base}/{one}.py", source.read_text())
+            else:
+                shutil.copy(source, self.base)
         return f"{self.base}/{name}.py"
 
 

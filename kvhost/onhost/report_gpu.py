@@ -256,7 +256,7 @@ def driver() -> Data:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    print(json.dumps(driver(), indent=1))
+    print(json.dumps(driver()))  # one line: what came before it is not the answer
     return 0
 
 
