@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvhost.engine.locks import LockError, read_lock
 from kvhost.engine.matrix import load_matrix
 from kvhost.llama import facts as llama
-from kvhost.llama.need import llama_need
+from kvhost.llama.need import config_of, llama_need
 from kvhost.onhost import engine_program, gguf, llama_check, model_gguf, service_names
 from kvhost.schema.llama_args import ALONE, OLDER, REFUSED, WITH_VALUE
 from kvhost.secrets import SecretError, api_key
@@ -372,3 +373,58 @@ def test_the_matrix_tells_of_it_with_what_its_build_costs() -> None:
 
 def llama_lock() -> str:
     return "llama-server-x86_64"
+
+
+def text_of(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+ALIGN = text_of("general.alignment")
+
+
+@pytest.mark.parametrize(
+    "head, said",
+    [
+        (struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (struct.pack("<IQQ", 3, 0, 1) + ALIGN + struct.pack("<II", 4, 0), "alignment is 0"),
+        (struct.pack("<IQQ", 3, 0, 1) + ALIGN + struct.pack("<II", 4, 48), "no power of two"),
+        (struct.pack("<IQQ", 3, 0, 1) + ALIGN + struct.pack("<I", 8) + text_of("x"), "'x'"),
+        (struct.pack("<IQQ", 3, 0, 1) + ALIGN + struct.pack("<IIQI", 9, 4, 1, 32), r"is \[32\]"),
+        (struct.pack("<IQQ", 3, 1, 0) + text_of("w") + struct.pack("<I", 300), "300 dimensions"),
+        (struct.pack("<IQQQ", 3, 0, 200, 1 << 24), "a count of 16777216"),
+        (struct.pack("<IQQ", 3, 0, 1 << 18), "a count of 262144"),
+    ],
+)
+def test_a_header_that_no_model_has_is_refused(head: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(b"GGUF" + head + bytes(4096))
+    with pytest.raises(gguf.NotGguf, match=said):
+        gguf.read(str(path))
+
+
+def test_the_header_is_limited_as_a_whole(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(gguf, "MOST_HEADER", 1000)
+    with pytest.raises(gguf.NotGguf, match="more than 1000 bytes"):
+        gguf.read(str(model))
+
+
+def test_a_pipe_is_no_model_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(gguf.NotGguf, match="regular file"):
+        gguf.read(str(tmp_path / "pipe.gguf"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"llama.block_count": 2**32 - 1},
+        {"llama.attention.head_count": ["x"]},
+        {"llama.attention.head_count": []},
+        {"llama.attention.key_length": "x"},
+        {"general.architecture": [1]},
+    ],
+)
+def test_odd_keys_claim_nothing(change: dict[str, Any], model: Path) -> None:
+    told = gguf.read(str(model))
+    told["keys"].update(change)
+    assert llama_need(told, check()) is None and config_of(told) is None

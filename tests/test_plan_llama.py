@@ -71,6 +71,9 @@ def test_its_own_program_costs_no_download() -> None:
         ({"model": absent()}, {"model_source": MODEL}, "no_model", MODEL),
         (file(config={"status": "unreadable", "why": "it is cut", "data": None}),
          {"model_source": MODEL}, "no_model", "it is cut"),
+        (file(config=ok({"keys": {"general.architecture": "llama",
+                                  "llama.block_count": 2**32 - 1}})),
+         {"model_source": MODEL}, "no_model", "block_count = 4294967295"),
         (file(closed=["llama.gguf"]), {"model_source": MODEL}, "model_closed", "chmod o+r"),
         (file(blocked_by="/srv/models"), {"model_source": MODEL}, "model_closed", "chmod o+x"),
     ],
@@ -131,3 +134,9 @@ def test_its_lock_and_that_a_gpu_is_never_left_idle_unasked(
     info, refusals = choose_lock(ours, changed(changes), MATRIX)
     assert info.name == "llama-server-x86_64"
     assert [refusal.code for refusal in refusals] == ([code] if code else [])
+
+
+def test_the_file_counts_where_its_architecture_is_not_known() -> None:
+    big = file(files=[{"name": "llama.gguf", "bytes": 4096 * GIB}])
+    got = llama_plan(big, replace(LLAMA, model=None), model_source=MODEL)
+    assert codes(got) == ["ram_too_small"] and "weights 4 TiB" in str(got.refusals[0])

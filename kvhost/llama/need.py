@@ -17,6 +17,8 @@ PLAIN = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
 }
+#: more than any model has: what says more is damaged, and a list of as many would be made
+MOST_LAYERS = 10_000
 
 
 def need_of_heads(
@@ -40,10 +42,17 @@ def llama_need(told: Mapping[str, Any], settings: Settings) -> ModelNeed | None:
     return ModelNeed(int(told["weights_bytes"]), found.kv_bytes_per_token, context, heads)
 
 
+def too_many_layers(told: Mapping[str, Any]) -> int | None:
+    """How many layers the file says it has, where that is no number of layers of a model."""
+    keys = told.get("keys", {})
+    layers = keys.get(f"{keys.get('general.architecture')}.block_count")
+    return layers if isinstance(layers, int) and layers > MOST_LAYERS else None
+
+
 def config_of(told: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json that transformers would have of it, as far as a size of KV needs it."""
     keys = told.get("keys", {})
-    kind, shape = keys.get("general.architecture"), _shape(keys)
+    kind, shape = str(keys.get("general.architecture")), _shape(keys)
     if kind not in PLAIN or shape is None or len(set(shape[1])) != 1:
         return None
     heads, kv_heads, key_length, value_length, context = shape
@@ -79,12 +88,17 @@ def _shape(keys: Mapping[str, Any]) -> tuple[int, list[int], int, int, int] | No
     other = [key for key in keys if ".ssm." in key or ".kv_lora_rank" in key or ".wkv." in key]
     if other or not all(isinstance(one, int) and one > 0 for one in (layers, context, width)):
         return None
-    if isinstance(heads, list):
-        heads = max(heads)
+    if layers > MOST_LAYERS:
+        return None
+    if isinstance(heads, list) and all(isinstance(one, int) for one in heads):
+        heads = max(heads, default=0)
     if not isinstance(heads, int) or heads <= 0:
         return None
     rows = kv_heads if isinstance(kv_heads, list) else [kv_heads or heads] * layers
     if len(rows) != layers or not all(isinstance(row, int) for row in rows):
         return None
     key_length = of("attention.key_length") or width // heads
-    return heads, rows, key_length, of("attention.value_length") or key_length, context
+    value_length = of("attention.value_length") or key_length
+    if not isinstance(key_length, int) or not isinstance(value_length, int):
+        return None
+    return heads, rows, key_length, value_length, context

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -34,8 +35,10 @@ BLOCKS = {
 }  # fmt: skip
 #: lists of at most as many numbers are told whole
 SHORT = 512
-#: more than any model has; a broken file must not fill the memory
-MOST, MOST_TEXT = 1 << 20, 1 << 24
+#: more than any model has; a broken file must not fill the memory, nor take minutes
+MOST, MOST_KEYS, MOST_TEXT, MOST_NAME, MOST_HEADER = 1 << 17, 1 << 12, 1 << 24, 1 << 10, 1 << 26
+#: dimensions of a tensor (ggml.h, GGML_MAX_DIMS)
+MOST_DIMS = 4
 #: characters of a text that is told whole
 MOST_TOLD = 200
 
@@ -48,9 +51,12 @@ class Reader:
     """Reads from the front of a file. Raises NotGguf at its end."""
 
     def __init__(self, handle: BinaryIO) -> None:
-        self.handle = handle
+        self.handle, self.taken = handle, 0
 
     def take(self, count: int) -> bytes:
+        self.taken += count
+        if self.taken > MOST_HEADER:
+            raise NotGguf(f"its header has more than {MOST_HEADER} bytes: it is damaged")
         data = self.handle.read(count)
         if len(data) != count:
             raise NotGguf("it ends in the middle of its header: fetch it again")
@@ -68,8 +74,8 @@ class Reader:
             raise NotGguf(f"a count of {found}: the header is damaged")
         return found
 
-    def text(self) -> str:
-        return self.take(self.count(MOST_TEXT)).decode("utf-8", errors="replace")
+    def text(self, most: int = MOST_TEXT) -> str:
+        return self.take(self.count(most)).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind == TEXT:
@@ -83,10 +89,21 @@ class Reader:
             for _ in range(length):
                 self.text()
             return {"length": length}
+        if inner not in SCALARS:
+            raise NotGguf(f"a list of type {inner}, which is not known here")
         found = [self.scalar(inner) for _ in range(length)] if length <= SHORT else None
         if found is None:
-            self.take(length * struct.calcsize(SCALARS[inner]) if inner in SCALARS else 0)
+            self.take(length * struct.calcsize(SCALARS[inner]))
         return {"length": length} if found is None else found
+
+
+def alignment(keys: Data) -> int:
+    """Bytes. Raises NotGguf."""
+    found = keys.get("general.alignment", 32)
+    # a power of two has one bit
+    if type(found) is not int or not 0 < found <= MOST_HEADER or found & (found - 1):
+        raise NotGguf(f"general.alignment is {found!r:.40}, no power of two: the header is damaged")
+    return found
 
 
 def told(name: str, value: Any) -> Any:
@@ -102,25 +119,34 @@ def read(path: str) -> Data:
 
     Raises NotGguf, also for a file that is shorter than its tensors; OSError.
     """
-    with open(path, "rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotGguf("it is not a regular file")
+    with os.fdopen(fd, "rb") as handle:
+        size = os.fstat(fd).st_size
         reader = Reader(handle)
         if handle.read(4) != MAGIC:
             raise NotGguf("it is no GGUF file")
         version = reader.scalar(4)
+        if int.from_bytes(struct.pack("<I", version), "big") in VERSIONS:
+            raise NotGguf("a big-endian GGUF file; only little-endian ones are read")
         if version not in VERSIONS:
             raise NotGguf(f"GGUF of version {version}; {' and '.join(map(str, VERSIONS))} are read")
-        tensors, count = reader.count(), reader.count()
+        tensors, count = reader.count(), reader.count(MOST_KEYS)
         keys = {}
         for _ in range(count):
-            name = reader.text()
+            name = reader.text(MOST_NAME)
             keys[name] = told(name, reader.value(int(reader.scalar(4))))
         ends, weights = [0], 0
         types: dict[str, int] = {}
         for _ in range(tensors):
-            reader.text()
-            elements = 1
-            for _ in range(int(reader.scalar(4))):
+            reader.text(MOST_NAME)
+            elements, dimensions = 1, int(reader.scalar(4))
+            if dimensions > MOST_DIMS:
+                raise NotGguf(f"a tensor of {dimensions} dimensions, {MOST_DIMS} are the most: "
+                              "the header is damaged")  # fmt: skip
+            for _ in range(dimensions):
                 elements *= int(reader.scalar(10))
             kind, offset = int(reader.scalar(4)), int(reader.scalar(10))
             types[str(kind)] = types.get(str(kind), 0) + 1
@@ -129,13 +155,15 @@ def read(path: str) -> Data:
                 taken = elements // per * stored
                 weights += taken
                 ends.append(offset + taken)
-        align = keys.get("general.alignment", 32)
+        align = alignment(keys)
         start = -(-handle.tell() // align) * align
+    # a type that is not known here has bytes all the same
+    known = weights > 0 and all(int(kind) in BLOCKS for kind in types)
     if size < start + max(ends):
         raise NotGguf(f"it has {size} bytes and its header says {start + max(ends)}: "
                       "fetch it again")  # fmt: skip
     about = {"version": version, "keys": keys, "tensors": tensors, "types": types}
-    return {**about, "bytes": size, "weights_bytes": weights or size - start}
+    return {**about, "bytes": size, "weights_bytes": weights if known else size - start}
 
 
 def main() -> int:

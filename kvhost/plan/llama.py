@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvhost.llama.need import MOST_LAYERS, too_many_layers
 from kvhost.plan.host import memory_for_us
 from kvhost.plan.types import GIB, PlanInputs, Refusal, Stage, size, unreadable
 from kvhost.report import HostReport
@@ -36,7 +37,8 @@ def llama_memory(settings: Settings, report: HostReport, facts: PlanInputs) -> I
         yield unreadable("runner", "memory", report.memory.why)
         return
     need = facts.model
-    weights = need.weights_bytes if need else 0
+    # of an architecture that is not known the file's own bytes still count
+    weights = need.weights_bytes if need else _file_bytes(report)
     # all of it is allocated when it starts
     tokens = settings.max_model_len * settings.llama_slots
     kv = need.kv_bytes_per_token * tokens if need else 0
@@ -71,6 +73,10 @@ def llama_model(settings: Settings, report: HostReport, facts: PlanInputs) -> It
         )
 
 
+def _file_bytes(report: HostReport) -> int:
+    return sum(file.bytes for file in report.model.data.files) if report.model.data else 0
+
+
 def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
     model, path = report.model, settings.model_source
     if model.status == "unreadable":
@@ -91,6 +97,15 @@ def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             "the file that model_source names is no whole GGUF file",
             "a GGUF file of version 2 or 3, as long as its header says",
             str(model.data.config.why),
+            "fetch it again, or set model_source to another",
+        )
+    elif (layers := too_many_layers(model.data.config.data)) is not None:
+        yield Refusal(
+            "model",
+            "no_model",
+            "the header of the file that model_source names is damaged",
+            f"block_count of at most {MOST_LAYERS} layers",
+            f"block_count = {layers}",
             "fetch it again, or set model_source to another",
         )
     elif model.data.blocked_by or model.data.closed:
