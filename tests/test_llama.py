@@ -63,6 +63,10 @@ def check(**data: object) -> Settings:
         ({"runner_extra_args": ["--mlock", "8"]}, "item 2 is the value of no flag"),
         ({"runner_extra_args": ["--seed"]}, "--seed has no value"),
         ({"llama_binary": "/opt/llama-server"}, "must end in #sha256="),
+        ({"llama_binary": f"/opt/llama.tar.bz2#sha256={DIGEST}"}, "itself or a .tar.gz"),
+        ({"llama_binary": f"/opt/llama.tar#sha256={DIGEST}"}, "itself or a .tar.gz"),
+        ({"llama_binary": f"https://h/#sha256={DIGEST}"}, "must name a file"),
+        ({"llama_binary": f"https://h:99999/x#sha256={DIGEST}"}, "not a URL that can be read"),
         ({"llama_binary": f"/opt/llama.zip#sha256={DIGEST}"}, "the program itself or a .tar.gz"),
     ],
 )
@@ -301,20 +305,64 @@ def test_a_program_comes_by_path_or_archive_and_only_with_its_digest(tmp_path: P
     assert b"build 11434" in done.stdout and archive.exists()
 
 
-@pytest.mark.parametrize("name, linked", [("../out", None), ("a/link", "../../../etc/passwd")])
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../out", None)],
+        [("a/link", "../../../etc/passwd")],
+        [("a/b/c/r", "../.."), ("a/b/c/r/../../../out", None), ("a/b/c/r/x", None)],
+        [("a/b/c/r", "../.."), ("s", "a/b/c/r/../..")],
+    ],
+)
 def test_an_archive_that_would_leave_its_directory_is_refused(
-    name: str, linked: str | None, tmp_path: Path
+    members: list[tuple[str, str | None]], tmp_path: Path
 ) -> None:
     archive = tmp_path / "llama.tar.gz"
     with tarfile.open(archive, "w:gz") as held:
-        member = tarfile.TarInfo(name)
-        if linked:
-            member.type, member.linkname = tarfile.SYMTYPE, linked
-        held.addfile(member)
+        for name, linked in members:
+            member = tarfile.TarInfo(name)
+            if linked:
+                member.type, member.linkname = tarfile.SYMTYPE, linked
+            held.addfile(member)
     digest = engine_program.sha256(str(archive))
-    with pytest.raises(engine_program.NoProgram, match="would leave the environment"):
+    with pytest.raises(engine_program.NoProgram, match=r"archive has a (member|link)"):
         bring(tmp_path / "env", f"{archive}#sha256={digest}")
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out")) and not list(tmp_path.glob("env/out"))
+
+
+def test_what_is_no_file_is_said_before_anything_is_touched(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    plain = program(tmp_path, GOOD, "plain")
+    plain.chmod(0o644)
+    good = program(tmp_path, GOOD, "good")
+    digest = engine_program.sha256(str(good))
+    for name, wanted, said in (
+        ("none", DIGEST, "is not there"),
+        ("fifo", DIGEST, "is no regular file"),
+        (".", DIGEST, "is no regular file"),
+        ("plain", digest, "is not executable"),
+        ("good", DIGEST, "wanted is 000"),
+        ("good", digest, None),
+    ):
+        source = f"{tmp_path / name}#sha256={wanted}"
+        done = subprocess.run(
+            [sys.executable, ONHOST / "engine_program.py", "check", "--source", source],
+            capture_output=True, text=True, check=True, timeout=20,
+        )  # fmt: skip
+        against = json.loads(done.stdout)["against"]
+        assert against is None if said is None else said in against
+        if said:
+            with pytest.raises(engine_program.NoProgram, match=said):
+                bring(tmp_path / f"env-{name}-{wanted[:3]}", source)
+
+
+def test_a_program_that_never_ends_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llama_check.said(["yes"]) == (127, "it prints more than 4 MiB")
+    monkeypatch.setattr(llama_check, "LIMIT_S", 0.2)
+    hangs = program(tmp_path, "sleep 77 & exec >&- 2>&-; sleep 77")
+    assert llama_check.said([str(hangs)]) == (127, "it has not ended within 0.2 s")
 
 
 # another runner than before

@@ -1,4 +1,7 @@
+#!/usr/bin/env python3
 """The program of a runner that is no Python package, for engine.py, which it lies beside.
+
+engine_program.py check --source PATH#sha256=HEX    what stands against a file of this host; JSON
 
 It comes into an environment in one of three ways: a package of the lock whose source is built, with
 the wheels of the same lock; a file of the user's own on this host, linked; a file behind a URL, as
@@ -7,16 +10,33 @@ it is or from a .tar.gz. bin/NAME of the environment links to it.
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import hashlib
+import json
 import os
 import re
 import shutil
+import stat
+import sys
 import tarfile
 import urllib.error
 import urllib.request
+import zlib
+from typing import TYPE_CHECKING
+
+sys.dont_write_bytecode = True  # bin/ stays as it was installed
+if TYPE_CHECKING:
+    from kvhost.onhost import archives
+else:  # it lies beside this file on a host, where there is no package kvhost
+    try:
+        import archives
+    except ModuleNotFoundError:
+        from kvhost.onhost import archives
 
 #: where what was fetched lies in the environment
 FOLDER = "program"
+ARCHIVES = (".tar.gz", ".tgz")
 #: a compiler of C++ may take as much; bytes
 JOB_BYTES = 2 << 30
 LIMIT_S = 60
@@ -53,10 +73,23 @@ def sha256(path: str) -> str:
 
 
 def check(path: str, wanted: str, what: str) -> None:
-    """Raises NoProgram for another file than was named, OSError."""
+    """Raises NoProgram for what is no file, or another than was named, OSError."""
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise NoProgram(f"{what} is not there") from error
+    if not stat.S_ISREG(kind):  # a FIFO would be waited for
+        raise NoProgram(f"{what} is no regular file")
     found = sha256(path)
     if found != wanted:
         raise NoProgram(f"{what} has sha256 {found}, wanted is {wanted}")
+
+
+def check_own(target: str, digest: str) -> None:
+    """A file of the user's on this host: the program, or an archive. Raises NoProgram, OSError."""
+    check(target, digest, target)
+    if not target.endswith(ARCHIVES) and not os.stat(target).st_mode & 0o111:
+        raise NoProgram(f"{target} is not executable: chmod a+rx it")
 
 
 def bring(env: str, name: str, source: str) -> None:
@@ -66,8 +99,8 @@ def bring(env: str, name: str, source: str) -> None:
     target, _, digest = source.rpartition("#sha256=")
     folder = os.path.join(env, FOLDER)
     os.makedirs(folder, 0o755)
-    if target.startswith("/") and not target.endswith((".tar.gz", ".tgz")):
-        check(target, digest, target)
+    if target.startswith("/") and not target.endswith(ARCHIVES):
+        check_own(target, digest)
         # linked, not copied: what it loads may lie beside it
         os.symlink(target, os.path.join(env, "bin", name))
         return
@@ -76,7 +109,7 @@ def bring(env: str, name: str, source: str) -> None:
         archive = os.path.join(env, "download")
         fetch(target, archive)
     check(archive, digest, target)
-    if target.endswith((".tar.gz", ".tgz")):
+    if target.endswith(ARCHIVES):
         unpack(archive, folder)
     else:
         shutil.copy(archive, os.path.join(folder, name))
@@ -96,27 +129,13 @@ def fetch(url: str, path: str) -> None:
 
 
 def unpack(archive: str, folder: str) -> None:
-    """Plain files, directories and links that stay inside. Raises NoProgram, OSError."""
-    top = os.path.realpath(folder)
-
-    def inside(path: str) -> bool:
-        return os.path.normpath(os.path.join(top, path)).startswith(top + os.sep)
-
+    """Raises NoProgram."""
     try:
-        with tarfile.open(archive) as held:
-            for member in held.getmembers():
-                above = os.path.dirname(member.name)
-                target = os.path.join(above, member.linkname) if member.issym() else member.linkname
-                plain = member.isfile() or member.isdir() or member.issym() or member.islnk()
-                if os.path.normpath(member.name) == ".":
-                    continue
-                if not plain or not inside(member.name) or (target and not inside(target)):
-                    raise NoProgram(f"{archive}: {member.name} would leave the environment")
-                member.uid = member.gid = 0
-                member.uname = member.gname = "root"
-                member.mode = 0o755 if member.isdir() or member.mode & 0o111 else 0o644
-                held.extract(member, top)
-    except (tarfile.TarError, EOFError) as error:
+        with gzip.open(archive) as stream:
+            archives.unpack(stream, folder)
+    except archives.BadArchive as error:
+        raise NoProgram(f"{archive}: {error}") from error
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise NoProgram(f"{archive} is no whole .tar.gz: {error}") from error
 
 
@@ -132,3 +151,21 @@ def link(env: str, name: str, folder: str) -> None:
     os.chmod(found[0], 0o755)
     place = os.path.join(env, "bin", name)
     os.symlink(os.path.relpath(found[0], os.path.dirname(place)), place)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    check_it = parser.add_subparsers(dest="command", required=True).add_parser("check")
+    check_it.add_argument("--source", required=True, help="PATH#sha256=HEX")
+    target, _, digest = parser.parse_args().source.rpartition("#sha256=")
+    why = None
+    try:
+        check_own(target, digest)
+    except (NoProgram, OSError) as error:
+        why = str(error)
+    print(json.dumps({"against": why}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

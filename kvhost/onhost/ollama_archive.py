@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import os
-import posixpath
 import re
 import shutil
 import stat
@@ -31,9 +30,10 @@ from typing import IO, TYPE_CHECKING
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import engine
+    from kvhost.onhost import archives, engine
     from kvhost.onhost.engine import Failed, say
 else:  # it lies beside this file on a host, where there is no package kvhost
+    import archives
     import engine
     from engine import Failed, say
 
@@ -107,58 +107,6 @@ def unpacked_stream(path: str) -> Iterator[IO[bytes]]:
         raise Failed(f"{tool} -dc {path} ended with {process.returncode}")
 
 
-def place_of(name: str, top: str) -> str:
-    """Where a member goes. Raises Failed for one that would leave ``top``, also by a link."""
-    clean = posixpath.normpath(name)
-    if name.startswith("/") or clean.startswith("..") or "\0" in name:
-        raise Failed(f"the archive has a member outside of itself: {name!r}")
-    parts = clean.split("/")
-    for count in range(1, len(parts)):
-        if os.path.islink(os.path.join(top, *parts[:count])):
-            raise Failed(f"the archive has a member behind a link: {name!r}")
-    return os.path.join(top, clean)
-
-
-def unpack(stream: IO[bytes], top: str) -> None:
-    """Files, directories and links that stay inside; modes 755 and 644. Raises Failed, OSError.
-
-    By hand: tarfile's own filter for this is missing in Python 3.9.0 to 3.9.16, 3.10.0 to 3.10.11
-    and 3.11.0 to 3.11.3.
-    """
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            path = place_of(member.name, top)
-            if member.isdir():
-                os.makedirs(path, 0o755, exist_ok=True)
-                continue
-            os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
-            if os.path.lexists(path):
-                raise Failed(f"the archive has {member.name!r} twice")
-            if member.issym():
-                os.symlink(member.linkname, path)
-            elif member.islnk():
-                os.link(place_of(member.linkname, top), path, follow_symlinks=False)
-            elif member.isreg():
-                source = archive.extractfile(member)
-                with open(path, "xb") as handle:
-                    shutil.copyfileobj(source or stream, handle, BLOCK)
-                os.chmod(path, 0o755 if member.mode & 0o111 else 0o644)
-            else:
-                raise Failed(f"the archive has a member that is no file: {member.name!r}")
-    for link in links_below(top):
-        target = os.path.realpath(link)
-        if target != os.path.realpath(top) and not target.startswith(os.path.realpath(top) + "/"):
-            raise Failed(f"the archive has a link that leads out of it: {link[len(top) + 1 :]!r}")
-
-
-def links_below(top: str) -> Iterator[str]:
-    for folder, folders, names in os.walk(top):
-        for name in (*folders, *names):
-            path = os.path.join(folder, name)
-            if os.path.islink(path):
-                yield path
-
-
 def prove(env: str, user: str) -> list[dict[str, str]]:
     """That the program runs here, as the service's user. Raises Failed."""
     program = os.path.join(env, PROGRAM)
@@ -206,7 +154,7 @@ def install(args: argparse.Namespace) -> None:
         engine.remove(partial)
         os.mkdir(partial, 0o755)
         with unpacked_stream(archive) as stream:
-            unpack(stream, partial)
+            archives.unpack(stream, partial)
         checks = prove(partial, args.user)
         engine.remove(env)
         os.rename(partial, env)
@@ -217,7 +165,7 @@ def install(args: argparse.Namespace) -> None:
             "abi": checks,
         }
         engine.write_marker(env, {**about, **engine.tree_manifest(env)})
-    except tarfile.TarError as error:
+    except (archives.BadArchive, tarfile.TarError) as error:
         raise Failed(f"{args.archive}: {error}") from error
     finally:
         engine.remove(partial)

@@ -277,7 +277,10 @@ def program_source(value: str) -> str:
     if not _WHEEL_SHA256.fullmatch(digest):
         raise Refusal("must end in #sha256= and the 64 digits (0-9 a-f) of the file's digest")
     path = host_path(target) if target.startswith("/") else path_of_url(target)
-    if path.endswith((".zip", ".tar.xz", ".tar.zst", ".7z")):
+    packed = (".zip", ".7z", ".tar", ".bz2", ".xz", ".zst", ".gz", ".tbz2", ".txz")
+    if path.endswith("/") or not path:
+        raise Refusal("must name a file: the program itself or a .tar.gz with it")
+    if path.endswith(packed) and not path.endswith(".tar.gz"):
         raise Refusal("must be the program itself or a .tar.gz with it")
     return value
 
@@ -303,7 +306,7 @@ def verify_events(items: list[str]) -> list[str]:
 def path_of_url(target: str) -> str:
     try:
         url = urlsplit(target)
-        host = url.hostname
+        host, _ = url.hostname, url.port
     except ValueError:
         raise Refusal("is not a URL that can be read") from None
     if url.scheme not in ("http", "https") or not host or not target.isascii() or " " in target:
