@@ -23,7 +23,7 @@ import tarfile
 import urllib.error
 import urllib.request
 import zlib
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def unpack(archive: str, folder: str) -> None:
     """Raises NoProgram."""
     try:
         with gzip.open(archive) as stream:
-            archives.unpack(stream, folder)
+            archives.unpack(cast("IO[bytes]", stream), folder)
     except archives.BadArchive as error:
         raise NoProgram(f"{archive}: {error}") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
