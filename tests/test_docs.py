@@ -26,6 +26,7 @@ from kvhost.paths import HostPaths
 from kvhost.plan import accelerator as plan_accelerator
 from kvhost.plan import drives as plan_drives
 from kvhost.plan import gpus as plan_gpus
+from kvhost.plan import llama as plan_llama
 from kvhost.plan import lock as plan_lock
 from kvhost.plan import native as plan_native
 from kvhost.plan import pod as plan_pod
@@ -115,6 +116,7 @@ def refusal_codes() -> Iterator[str]:
         driver_module,
         plan_drives,
         ollama_plan,
+        plan_llama,
         services_store,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):

@@ -10,6 +10,7 @@ import pytest
 
 from kvhost.engine.matrix import load_matrix
 from kvhost.plan.derive import derived
+from kvhost.plan.llama import binary_refusals
 from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import ModelNeed, Plan, plan_to_json
 from kvhost.settings import Settings
@@ -140,3 +141,13 @@ def test_the_file_counts_where_its_architecture_is_not_known() -> None:
     big = file(files=[{"name": "llama.gguf", "bytes": 4096 * GIB}])
     got = llama_plan(big, replace(LLAMA, model=None), model_source=MODEL)
     assert codes(got) == ["ram_too_small"] and "weights 4 TiB" in str(got.refusals[0])
+
+
+def test_its_own_program_that_cannot_be_taken_is_a_refusal() -> None:
+    source = f"/opt/llama-server#sha256={'0' * 64}"
+    assert list(binary_refusals(source, ok({"against": None}))) == []
+    (bad,) = binary_refusals(source, ok({"against": "/opt/llama-server is not there"}))
+    assert bad.code == "llama_binary" and "is not there" in bad.found
+    assert "llama_binary = '/opt/llama-server#sha256=" in bad.fix
+    (unread,) = binary_refusals(source, {"status": "unreadable", "why": "no python3", "data": None})
+    assert unread.code == "unreadable" and "no python3" in str(unread)

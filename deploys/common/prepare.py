@@ -20,6 +20,7 @@ from deploys.common.facts import HostReportText, script_text, scripts
 from deploys.common.journal import keep_journal
 from deploys.common.ollama import prepare_ollama
 from deploys.common.operations import sha256
+from deploys.common.program import against_program
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
@@ -181,7 +182,8 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     inputs = replace(
         plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key),
         lock_state=info.state,
-        bundle_refusals=against_bundle(settings, report, lock),
+        bundle_refusals=against_bundle(settings, report, lock)
+        + against_program(settings, report, lock),
         cuda=info.cuda,
         derived=why_derived,
         driver=decision,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvhost.llama.need import MOST_LAYERS, too_many_layers
 from kvhost.plan.host import memory_for_us
@@ -117,4 +118,20 @@ def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             f"every directory above {path} passable (x) and the file readable (r) to that user",
             f"{by} is not passable" if by else f"{path} without that right",
             f"chmod o+x {by}" if by else f"chmod o+r {path}",
+        )
+
+
+def binary_refusals(source: str, look: Mapping[str, Any]) -> Iterator[Refusal]:
+    """By what onhost/engine_program.py says of a llama_binary that lies on the host."""
+    path = source.rpartition("#sha256=")[0]
+    if look["status"] != "ok":
+        yield unreadable("engine", f"llama_binary at {path}", look["why"])
+    elif look["data"]["against"] is not None:
+        yield Refusal(
+            "engine",
+            "llama_binary",
+            "the file that llama_binary names cannot be taken",
+            "a program that may be executed, or a .tar.gz with it, with that sha256",
+            look["data"]["against"],
+            f"sha256sum of the file that you mean; llama_binary = '{path}#sha256=…'",
         )
