@@ -82,6 +82,11 @@ def test_what_a_stored_b_reads_and_another_namespace_does_not(hosts: Hosts) -> N
     assert (own["hits"], own["same"], own["shared"]["loaded"]) == (8, True, 0)
 
 
+def test_of_a_longer_prompt_the_beginning_that_is_there_is_found(hosts: Hosts) -> None:
+    there = hosts.end(hosts.start("longer", "c"))
+    assert (there["hits"], there["from_l2"], there["same"]) == (8, 8, True)
+
+
 @pytest.mark.full
 def test_a_store_that_hangs_refuses_or_is_gone_costs_the_own_tier_nothing(hosts: Hosts) -> None:
     refused = hosts.end(hosts.start("read", "a", password="another-" + "x" * 20))

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """LMCache's storage of one host, without a server and an engine: shared_storage.py ADAPTERS VERB.
 
-ADAPTERS: JSON list of --l2-adapter. VERB: write (8 chunks, until all adapters have them) or read
-(the same chunks, into an empty L1). Prints JSON: hits, how many of them came from L2, whether every
-byte is right, and what the shared tier says of itself. Run by the engine's Python.
+ADAPTERS: JSON list of --l2-adapter. VERB: write (8 chunks, until all adapters have them), read
+(the same chunks, into an empty L1) or longer (these, and four that nobody has). Prints JSON: hits,
+how many of them came from L2, whether every byte is right, and what the shared tier says of itself.
+Run by the engine's Python.
 """
 
 # neither LMCache nor torch is there where types are checked
@@ -50,7 +51,7 @@ def main() -> None:
     storage = StorageManager(parse_args_to_config(parser.parse_args(words)))
     keys = [
         ObjectKey(chunk_hash=ObjectKey.IntHash2Bytes(n + 1), model_name=model, kv_rank=256)
-        for n in range(COUNT)
+        for n in range(COUNT + (4 if verb == "longer" else 0))
     ]
     told: dict[str, Any] = {}
     if verb == "write":
@@ -69,7 +70,7 @@ def main() -> None:
         told["hits"] = sum(row.popcount() for row in found.hit_cells)
         told["from_l2"] = sum(row.popcount() for row in found.l2_hit_cells)
         if told["hits"]:
-            with storage.read_prefetched_results(keys) as objects:
+            with storage.read_prefetched_results(keys[:COUNT]) as objects:
                 told["same"] = all(
                     torch.equal(one.tensor.reshape(-1), content(number))
                     for number, one in enumerate(objects)
