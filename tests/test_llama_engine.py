@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_a_deploy_passes_after_a_restart_and_after_a_kill(llama: LlamaSite) -> N
 def test_the_second_deploy_changes_nothing_and_the_key_is_nowhere(llama: LlamaSite) -> None:
     done = llama.up()
     assert done.code == 0 and done.changed() == []
+    # and the plan has said so
+    assert re.search(r"^@local: no change", done.text, re.M), done.text[:3000]
     for path in (llama.base / "log").iterdir():
         assert API_KEY not in path.read_text(errors="replace")
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -33,7 +33,7 @@ from kvhost.engine.matrix import LockInfo, Matrix, ProgramInfo, load_matrix
 from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
 from kvhost.llama import facts as llama
 from kvhost.llama.need import llama_need, need_of_heads
-from kvhost.onhost import model_builtin
+from kvhost.onhost import model_builtin, model_gguf
 from kvhost.plan.accelerator import accelerator_refusals, decision_of
 from kvhost.plan.derive import derived
 from kvhost.plan.drives import claim_of, drive_notes
@@ -306,7 +306,7 @@ def plan_inputs(
     with_key: bool,
 ) -> PlanInputs:
     fields = predict(settings, report, lock)
-    builtin = model_builtin.describe()
+    builtin, llama = model_builtin.describe(), settings.runner == "llama_server"
     run_lock = report.kvhost.data.run_lock.data if report.kvhost.data else None
     return PlanInputs(
         lock_name=info.name,
@@ -321,7 +321,7 @@ def plan_inputs(
         tools_digest=digest_of_tools(REPO / "locks"),
         settings_digest=settings_digest(settings),
         model=model_need(settings, report),
-        builtin_digest=model_builtin.DIGEST,
+        builtin_digest=model_gguf.DIGEST if llama else model_builtin.DIGEST,
         builtin_bytes=builtin["weights_bytes"],
         engine_config_digest=digest_of(fields) if fields is not None else None,
         engine_config=fields or {},

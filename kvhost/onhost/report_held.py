@@ -280,7 +280,9 @@ def built(top: Path, sizes: bool) -> list[Data]:
             row["marker"] = json_file(path / MARKER)
             row["complete"] = isinstance(row["marker"], dict)
         except (Absent, ValueError) as why:
-            row["why"] = str(why)
+            # model_gguf.py makes one file, which appears whole
+            row["complete"] = path.name.startswith("gguf-") and (path / "model.gguf").is_file()
+            row["why"] = None if row["complete"] else str(why)
         rows.append({**row, "bytes": tree_size(path)["bytes"] if sizes else None})
     return rows
 
