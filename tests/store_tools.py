@@ -90,7 +90,7 @@ class RedisServer:
         return sorted(self.client().scan("*"))
 
     def client(self) -> Any:
-        resp = sys.modules["kvhost_resp"]
+        resp = load("kvhost_resp")
         return resp.Connection(resp.Place("127.0.0.1", self.port), self.password, 5.0)
 
 
