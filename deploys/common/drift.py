@@ -172,7 +172,8 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
     fields = predicted(kept, run.settings, run.lock)
     if fields is None:
         raise receipts.NoReceipt(
-            "the kept receipt is of another model or an older form: kvhost up makes it anew"
+            "the kept receipt is of another runner or model than these settings, or of an older "
+            "form: give the settings of the last run; kvhost up would change the host to these"
         )
     gpus = gpus_of(run.settings, run.lock)
     place = paths.namespace(digest_of(fields))
