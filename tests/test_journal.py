@@ -50,6 +50,30 @@ def test_no_password_is_written_down(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "shared_tier=redis://u:geheim123@10.0.0.5:6379", "shared_tier=redis://:geheim123@h",
+        "api_key=geheim123", "--data=shared_tier=redis://u:geheim123@h", "redis://u:geh/geheim123@h",
+        'runner_extra_args=["--api-key","geheim123"]', "note=Bearer geheim123",
+    ],
+)  # fmt: skip
+def test_no_secret_of_a_setting_is_written_or_shown(tmp_path: Path, word: str) -> None:
+    path = journal.begin(tmp_path, ["kvhost", "up", "--data", word])
+    assert "geheim123" not in path.read_text()
+    again = journal.retry_command(["kvhost", "up", "--data", word], [Row("a", "failed")])
+    assert again is not None
+    assert "geheim123" not in again
+    assert "***" in again
+
+
+def test_what_is_no_secret_stays_in_the_command(tmp_path: Path) -> None:
+    words = ["kvhost", "up", "--data", "api_key_file=secrets/key", "--data=chunk_size=64",
+             "--data", "verify_prompt_tokens=900",
+             "--data", "shared_tier=redis://h:6379"]  # fmt: skip
+    assert read_journal(journal.begin(tmp_path, words)).command == words
+
+
 def test_old_journals_go(tmp_path: Path) -> None:
     made = [journal.begin(tmp_path, ["up"]) for _ in range(journal.KEPT + 3)]
     assert sorted(tmp_path.glob("*.jsonl")) == made[3:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,31 @@ def test_a_machine_that_ran_on_after_its_last_write_keeps_it(
 def test_the_window_of_what_is_unsynced_is_the_kernels(tier: Path) -> None:
     expire = int(Path("/proc/sys/vm/dirty_expire_centisecs").read_text()) / 100
     assert sweep(tier)["unsynced_seconds"] >= expire + 25
+
+
+@pytest.mark.parametrize("kind", ["deep", "fifo", "large", "link"])
+@pytest.mark.parametrize("which", ["record", "status", "metadata"])
+def test_a_sweep_ends_whatever_its_files_are(
+    tier: Path, tmp_path: Path, which: str, kind: str
+) -> None:
+    """It goes before the service: one that hung or failed would let nothing start."""
+    put(tier, "ns-aa", "00", age_s=0)
+    (tmp_path / "record").write_text(json.dumps({"boot_id": "other", "clean_stop": None}))
+    (tmp_path / "status").write_text("{}")
+    metadata = tier / "ns-aa" / pruner_tier.METADATA
+    path = metadata if which == "metadata" else tmp_path / which
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "large":
+        with path.open("wb") as file:
+            file.truncate(pruner_tier.MOST_BYTES + 1)
+    else:
+        path.write_text("[" * 200_000)
+    where = ("--record", tmp_path / "record", "--status", tmp_path / "status")
+    status = sweep(tier, *where, "--unsynced-seconds", "60")
+    assert status["state"] == "ok"
+    # of a stop that was not in order: what was written last goes
+    assert "00.data" not in names(tier)

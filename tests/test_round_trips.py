@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvhost.records import last_asked
 from tests.fleet_tools import Fleet, Ran, fleet_at
 
 pytestmark = pytest.mark.fleet
@@ -28,6 +30,12 @@ class Site:
 
     def up(self, *words: str) -> Ran:
         return self.fleet.run("up", "--debug", *words)
+
+    def keep(self, asked: dict[str, Any]) -> None:
+        """As if the last run had asked this."""
+        looks = tuple(map(tuple, asked["looks"]))
+        what = last_asked.LastAsked(tuple(asked["report"]), looks, asked["lock"])
+        last_asked.keep(self.fleet.folder / "runs", "a", what)
 
     @property
     def kept(self) -> Path:
@@ -84,7 +92,7 @@ def test_what_is_asked_ahead_decides_nothing(site: Site) -> None:
     script.write_text(right + "# edited\n")
     few = [look for look in whole["looks"] if look[-1] != str(script)]
     assert len(few) == len(whole["looks"]) - 1
-    site.kept.write_text(json.dumps({**whole, "looks": few}))
+    site.keep({**whole, "looks": few})
     assert (site.up().results(), script.read_text()) == ({"a": "changed"}, right)
     # of other looks or another report, nothing is used, and what was asked in the end is kept
     for trips, other in (
@@ -92,7 +100,7 @@ def test_what_is_asked_ahead_decides_nothing(site: Site) -> None:
         (2, {"lock": f"{site.base}/state/other.lock"}),
         (3, {"report": whole["report"][:-2]}),
     ):
-        site.kept.write_text(json.dumps({**whole, **other}))
+        site.keep({**whole, **other})
         ran = site.up()
         assert (commands(ran), ran.results()) == (trips, {"a": "unchanged"})
         assert json.loads(site.kept.read_text()) == whole
@@ -106,8 +114,19 @@ def test_a_run_of_another_between_the_looks_is_seen(site: Site) -> None:
     site.up()
     whole = json.loads(site.kept.read_text())
     mark = ["argv", "sh", "-c", f"echo another > {site.base}/state/run.lock.guard"]
-    site.kept.write_text(json.dumps({**whole, "looks": [*whole["looks"], mark]}))
+    site.keep({**whole, "looks": [*whole["looks"], mark]})
     ran = site.up()
     assert asked_ahead(ran)
     # the report may have come before it, then the run ends there; or after it, and it looks anew
     assert ran.code != 0 or commands(ran) == 2
+
+
+def test_a_file_that_no_run_wrote_is_no_command(site: Site, tmp_path: Path) -> None:
+    site.up()
+    whole = json.loads(site.kept.read_text())
+    mark = tmp_path / "ran"
+    site.kept.write_text(
+        json.dumps({**whole, "looks": [*whole["looks"], ["argv", "touch", str(mark)]]})
+    )
+    assert not asked_ahead(site.up())
+    assert not mark.exists()

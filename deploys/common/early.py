@@ -36,6 +36,8 @@ OTHER_WAYS = (
 )  # fmt: skip
 #: first line of what the host says: the shell runs, as root if that was asked for
 BEGUN = b"begun\n"
+#: what was asked ahead and has not answered by then is ended: it does not outlive the run
+LIMIT_S = 120
 
 
 @dataclass
@@ -111,7 +113,7 @@ def command(what: LastAsked) -> str:
             "d=$(mktemp -d) || exit 1",
             f"base64 -d > \"$d/request.gz\" <<'KVHOST-END'\n{text}KVHOST-END",
             'tar xzo -C "$d"',
-            'python3 "$d/looks.py" "$d/request.gz" 2>&1; rm -rf "$d"',
+            f'timeout -k 5 {LIMIT_S} python3 "$d/looks.py" "$d/request.gz" 2>&1; rm -rf "$d"',
         )
     )
 

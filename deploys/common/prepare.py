@@ -95,9 +95,13 @@ def all_settings() -> dict[str, Settings]:
     """
     if not _settings:
         data = {one.name: dict(one.data.dict()) for one in context.state.inventory}
+        keep_journal()  # so that it tells of a refusal, too
         try:
             _settings.update(validate_hosts(data, pyinfra_keys(), elsewhere=places()))
         except SettingsError as error:
+            for name in dict.fromkeys(name for hosts in error.problems.values() for name in hosts):
+                if name in {one.name for one in context.state.inventory.get_active_hosts()}:
+                    tell("refused", host=name, why="its settings are not usable, see above")
             raise DeployError(f"the settings are not usable:\n{error}") from error
     return _settings
 

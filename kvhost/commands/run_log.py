@@ -22,6 +22,7 @@ _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w+|AKIA[0-9A-Z]{12,}|eyJ[A-Za-z0-9_-]{8,}\.[\w.-]*)"
     r"|(?<=[Bb]earer )\S+|(?<=PYINFRA_SUDO_PASSWORD=)('[^']*'|\S+)"
+    r"|(?<=://)[^\s/@:]*:[^\s@]+(?=@)"
 )
 _SHORTEST = 4  # a shorter "secret" would mask half of the log
 

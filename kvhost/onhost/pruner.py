@@ -43,6 +43,7 @@ if TYPE_CHECKING or __package__:
     from kvhost.onhost.pruner_tier import (
         MARKER,
         NAMESPACE,
+        NONSENSE,
         REARMED,
         Busy,
         File,
@@ -52,11 +53,13 @@ if TYPE_CHECKING or __package__:
         Victim,
         above,
         free_bytes,
+        read_small,
     )
 else:  # it lies beside this file on a host, where there is no package kvhost
     from pruner_tier import (
         MARKER,
         NAMESPACE,
+        NONSENSE,
         REARMED,
         Busy,
         File,
@@ -66,6 +69,7 @@ else:  # it lies beside this file on a host, where there is no package kvhost
         Victim,
         above,
         free_bytes,
+        read_small,
     )
 
 POLL_S = 0.1
@@ -163,9 +167,9 @@ def unsynced_since(args: argparse.Namespace, scan: Scan) -> int | None:
 def last_sign(status: str | None, boot: object) -> int:
     """When (ns) `run` last wrote its status in the boot that ended; 0 if that is not known."""
     try:
-        told = json.loads(Path(status).read_text()) if status else {}
+        told = json.loads(read_small(status)) if status else {}
         at = int(float(told["time_unix"]) * 10**9) if told.get("boot_id") == boot else 0
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+    except NONSENSE:
         return 0  # the newest file is always a sign, too
     return at if boot is not None and at <= time.time_ns() else 0
 
@@ -173,10 +177,10 @@ def last_sign(status: str | None, boot: object) -> int:
 def read_record(path: str | None) -> Status:
     """What launch.py wrote of the run that ended; empty if that is not known."""
     try:
-        record = json.loads(Path(path).read_text()) if path else {}
+        record = json.loads(read_small(path)) if path else {}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as why:
+    except NONSENSE as why:
         log(f"{path} cannot be read, taken as an unclean stop of another boot: {why}")
         return {"clean_stop": False}
     return record if isinstance(record, dict) else {"clean_stop": False}

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARKER = ".kvhost-tier"
+#: a status names every namespace; no file of kvhost's own is larger
+MOST_BYTES = 16 << 20
+#: what reading a file of JSON raises that is none of kvhost's, however it was made
+NONSENSE = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 METADATA = ".kvhost-namespace.json"  # {"chunk_bytes": size of each file | null}
 NAMESPACE = re.compile(r"ns-[0-9a-f]+\Z")
 #: directories of vLLM's file tier by their depth below a namespace, and the files in the last
@@ -142,9 +146,8 @@ class Tier:
         return None
 
     def _declared_size(self, namespace: int) -> int | None:
-        """Raises OSError, ValueError, KeyError or TypeError for metadata that makes no sense."""
-        with open(self._open(METADATA, os.O_RDONLY, namespace), closefd=False) as text:
-            size = json.load(text)["chunk_bytes"]
+        """Raises one of NONSENSE for metadata that makes no sense."""
+        size = json.loads(read_small(METADATA, namespace))["chunk_bytes"]
         if size is None or (type(size) is int and size > 0):
             return size
         raise ValueError(size)
@@ -162,7 +165,7 @@ class Tier:
                 found.declared[namespace] = self._declared_size(fd)
             except FileNotFoundError:
                 pass
-            except (OSError, ValueError, KeyError, TypeError):
+            except NONSENSE:
                 found.left_alone[f"{METADATA} that makes no sense"] += 1
             self._scan_directory(found, namespace, "", fd, (policy, rearm, now))
         return found
@@ -334,6 +337,20 @@ def _file(namespace: str, name: str, st: os.stat_result, policy: str, now: float
         size = max(size, st.st_size)
     used = _used(st, policy)
     return File(namespace, name, st.st_ino, size, st.st_size, st.st_nlink, st.st_mtime_ns, used)
+
+
+def read_small(path: str, dir_fd: int | None = None) -> str:
+    """Text of a regular file of at most MOST_BYTES; no link, and a pipe is not waited for.
+
+    Raises OSError, ValueError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError("larger than any that kvhost writes")
+    return data.decode()
 
 
 def free_bytes(where: int | str) -> int:

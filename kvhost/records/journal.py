@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import stat
 import sys
@@ -19,12 +20,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvhost.schema.problems import holds_a_secret, names_a_secret
 from kvhost.working_copy import root
 
 #: names the file to which a run of pyinfra appends
 VARIABLE = "KVHOST_JOURNAL"
 #: as many journals are kept
 KEPT = 50
+#: ends of the names of settings that hold no secret although they speak of one
+_NO_SECRET = ("_file", "_tokens", "driver_repository_key")
+#: a program's flag for a secret, inside of a setting with arguments
+#: a URL with a password
+_SECRET_URL = re.compile(r"://[^\s/@:]*:[^\s@]+@")
+_SECRET_FLAG = re.compile(r"-(api-?key|password|passphrase|secret|token)\b", re.IGNORECASE)
 
 Result = Literal[
     "changed", "unchanged", "refused", "failed", "unreachable", "broken off", "not started"
@@ -88,15 +96,31 @@ def begin(folder: Path, command: Sequence[str]) -> Path:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words of a command line without the values of pyinfra's options for passwords."""
+    """The words of a command line without what may be a secret: values of pyinfra's options for
+    passwords, of settings whose name or value says so, and words that look like one."""
     shown: list[str] = []
     masked = False
     for word in words:
         name, equals, _ = word.partition("=")
         secret = name.startswith("-") and "password" in name
-        shown.append("***" if masked else f"{name}=***" if secret and equals else word)
+        shown.append("***" if masked else f"{name}=***" if secret and equals else _shown(word))
         masked = secret and not equals and name in ("--ssh-password", "--ssh-key-password")
     return shown
+
+
+def _shown(word: str) -> str:
+    """KEY=VALUE, after --data or with it, or any other word. Settings that name a file of a secret,
+    or count tokens, hold none."""
+    start = "--data=" if word.startswith("--data=") else ""
+    key, equals, value = word.removeprefix(start).partition("=")
+    named = names_a_secret(key) and not key.startswith("-") and not key.endswith(_NO_SECRET)
+    if (
+        holds_a_secret(word)
+        or _SECRET_URL.search(word)
+        or (equals and (named or _SECRET_FLAG.search(value)))
+    ):
+        return f"{start}{key}=***" if equals and not holds_a_secret(key) else "***"
+    return word
 
 
 @dataclass
@@ -220,4 +244,4 @@ def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
     if not names:
         return None
     limits = [word for name in names for word in ("--limit", name)]
-    return shlex.join([*drop_limits(command), *limits])
+    return shlex.join([*drop_limits(without_secrets(command)), *limits])
