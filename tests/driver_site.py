@@ -151,10 +151,9 @@ class DriverSite:
         given = [w for key, value in data.items() for w in ("--data", f"{key}={value}")]
         program = Path(sys.executable).with_name("pyinfra")
         argv = self.lab.argv(str(program), str(self.inventory), script, "-y", *words)
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             [*argv, *given], cwd=self.copy.repo, text=True, timeout=300, check=False,
-            env={**keep, "HOME": str(self.copy.home)}, stdin=subprocess.DEVNULL,
+            env=self.copy.own_env, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return Done(done.returncode, done.stdout)

@@ -58,9 +58,18 @@ class Site:
     data: dict[str, str] = field(default_factory=dict)
 
     @property
-    def env(self) -> dict[str, str]:
+    def own_env(self) -> dict[str, str]:
+        """The environment of a program of the test's own Python that is to run this copy.
+
+        That Python may know the repository under test (bin/test's does): the copy comes first.
+        """
         keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
-        return {**keep, "HOME": str(self.home), "KVHOST_API_KEY": API_KEY}
+        return {**keep, "HOME": str(self.home), "PYTHONPATH": str(self.repo)}
+
+    @property
+    def env(self) -> dict[str, str]:
+        keep = {k: v for k, v in self.own_env.items() if k != "PYTHONPATH"}
+        return {**keep, "KVHOST_API_KEY": API_KEY}
 
     def arguments(self, **data: str) -> list[str]:
         given = {

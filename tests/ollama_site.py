@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -100,10 +99,9 @@ class Site:
         given = {"model_source": MODEL, **data, "runner": data.get("runner", "ollama")}
         extra = [w for key, value in given.items() for w in ("--data", f"{key}={value}")]
         argv = self.lab.argv(*words)
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             [*argv, *extra], cwd=self.copy.repo, text=True, timeout=300, check=False,
-            env={**keep, "HOME": str(self.copy.home)},
+            env=self.copy.own_env,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return Done(done.returncode, done.stdout)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,10 +70,9 @@ class Site:
         given = [w for key, value in {**DATA, **data}.items() for w in ("--data", f"{key}={value}")]
         program = Path(sys.executable).with_name("pyinfra")
         argv = self.lab.argv(str(program), str(self.inventory), *(words or ("deploy.py", "-y")))
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             [*argv, *given], cwd=self.copy.repo, text=True, timeout=900, check=False,
-            env={**keep, "HOME": str(self.copy.home), "KVHOST_API_KEY": KEY},
+            env={**self.copy.own_env, "KVHOST_API_KEY": KEY},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         text = done.stdout

@@ -72,10 +72,9 @@ class Site:
         flags = [w for key, value in given.items() for w in ("--data", f"{key}={value}")]
         program = Path(sys.executable).with_name("pyinfra")
         argv = self.lab.argv(str(program), str(self.inventory), *(words or ("deploy.py", "-y")))
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             [*argv, *flags], cwd=self.copy.repo, text=True, timeout=600, check=False,
-            env={**keep, "HOME": str(self.copy.home), "KVHOST_API_KEY": KEY},
+            env={**self.copy.own_env, "KVHOST_API_KEY": KEY},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return Done(done.returncode, done.stdout)

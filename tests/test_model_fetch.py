@@ -251,11 +251,12 @@ def test_the_stage_fetches_once_with_the_token_as_a_credential_and_is_offline_th
     try:
         (base / "secrets").mkdir()
         (base / "home").mkdir()
-        repo = make_site(base / "site").repo
+        copy = make_site(base / "site")
+        repo = copy.repo
         (repo / "stage.py").write_text(STAGE)
         hub.token = TOKEN
         env = {
-            **os.environ, "STAGE_BASE": str(base), "STAGE_TOKEN": TOKEN, "STAGE_COMMIT": COMMIT,
+            **copy.own_env, "STAGE_BASE": str(base), "STAGE_TOKEN": TOKEN, "STAGE_COMMIT": COMMIT,
             "STAGE_HUB": hub.endpoint, "STAGE_ENGINE": str(engine),
         }  # fmt: skip
 

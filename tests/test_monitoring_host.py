@@ -72,10 +72,9 @@ class Managed:
         given = [word for key, value in data.items() for word in ("--data", f"{key}={value}")]
         program = str(Path(sys.executable).with_name("pyinfra"))
         argv = self.lab.argv(program, str(self.inventory), deploy, "-y", *given)
-        keep = {k: v for k, v in os.environ.items() if not k.startswith(("KVHOST_", "PYTEST"))}
         done = subprocess.run(
             argv, cwd=self.copy.repo, text=True, timeout=240, check=False,
-            env={**keep, "HOME": str(self.copy.home)}, stdin=subprocess.DEVNULL,
+            env=self.copy.own_env, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         return Done(done.returncode, done.stdout)

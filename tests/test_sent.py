@@ -69,7 +69,8 @@ class Way:
         argv = [pyinfra, self.inventory, "sent.py", "-y"]
         done = subprocess.run(
             argv if self.host is None else self.host.lab.argv(*argv), cwd=self.repo,
-            env={**os.environ, "SENT": json.dumps(given), "XDG_CACHE_HOME": str(self.repo)},
+            env={**os.environ, "PYTHONPATH": str(self.repo), "SENT": json.dumps(given),
+                 "XDG_CACHE_HOME": str(self.repo)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
             check=False, timeout=120,
         )  # fmt: skip
