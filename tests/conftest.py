@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.drive_states import PACKAGES
 from tests.e2e_tools import Site, make_site
+from tests.lab.recipe import install
 
 # the scripts of a host import each other as they lie there, beside each other; last on the path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kvhost/onhost"))
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tools_of_drives(request: pytest.FixtureRequest) -> None:
+    """Debian's packages that the tests of drives make filesystems with, on a new machine too."""
+    if os.geteuid() == 0 and any(i.get_closest_marker("drives") for i in request.session.items):
+        install(PACKAGES)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.drive_judge import ORDERS, PAGE, Row, batches, judge, line
-from tests.drive_states import CORE, PACKAGES, STATES, State, nothing
-from tests.lab.recipe import install
+from tests.drive_states import CORE, STATES, State, nothing
 
 pytestmark = [
     pytest.mark.drives,
@@ -41,7 +40,6 @@ def judged(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Callable[[State], Row]:
     """State -> what happened to it; those of one batch are judged together, once."""
-    install(PACKAGES)
     rows: dict[str, Row] = {}
     orders = ORDERS if pytestconfig.getoption("--full") else ("seen", "blank")
 
