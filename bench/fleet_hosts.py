@@ -82,8 +82,8 @@ while True:
 
 #: what engine.py writes into an environment's marker
 MANIFEST = (
-    "import json, sys; sys.path.insert(0, sys.argv[1]); import engine; "
-    "print(json.dumps(engine.tree_manifest(sys.argv[2])))"
+    "import json, sys; sys.path.insert(0, sys.argv[1]); import engine_whole; "
+    "print(json.dumps(engine_whole.tree_manifest(sys.argv[2])))"
 )
 
 

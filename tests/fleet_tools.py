@@ -114,8 +114,8 @@ def plant_environment(root: Path, base: str, digest: str, lock: str) -> None:
             info.mkdir(parents=True, exist_ok=True)
             (info / "METADATA").write_text(f"Name: {pin}\nVersion: {version}\n")
     mark = (
-        "import sys, engine; env, lock = sys.argv[1:]; "
-        "engine.write_marker(env, {'lock': lock, 'abi': [], **engine.tree_manifest(env)})"
+        "import sys, engine_whole as whole; env, lock = sys.argv[1:]; "
+        "whole.write_marker(env, {'lock': lock, 'abi': [], **whole.tree_manifest(env)})"
     )
     subprocess.run(
         [sys.executable, "-c", mark, env, digest], cwd=REPO / "kvhost/onhost", check=True

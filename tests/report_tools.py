@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvhost.onhost import REPORT_SCRIPTS
 from kvhost.onhost import report as machine
-from kvhost.onhost import report_held as held
 from kvhost.report import HostReport, parse_report
 
 SCRIPTS = Path(machine.__file__).parent
@@ -25,6 +26,11 @@ PYTHON = next(
     os.path.realpath(sys.executable),
 )
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+
+
+def beside(name: str) -> Any:
+    """A module as the scripts that it lies beside import it: by its own name, in no package."""
+    return importlib.import_module(name)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def run_script(base: Path, *more: str, prefix: tuple[str, ...] = (), env: Any = 
     script = base.parent / "scripts"
     if not script.exists():
         script.mkdir(mode=0o755)
-        for name in ("report.py", "forked.py", "report_held.py", "report_gpu.py"):
+        for name in REPORT_SCRIPTS:
             shutil.copy(SCRIPTS / name, script / name)
     argv = [*prefix, PYTHON, str(script / "report.py")]
     argv += ["--base-dir", str(base), "--tier-dir", str(base / "tier")]
@@ -70,9 +76,8 @@ def put(path: Path, text: str) -> Path:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty / for the scripts."""
-    for module in (machine, held):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    caches = (machine.mounts, held.processes)
+    monkeypatch.setattr(beside("report_parts"), "ROOT", tmp_path)
+    caches = (beside("report_machine").mounts, beside("report_processes").processes)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path

@@ -16,7 +16,7 @@ from kvhost.driver.cards import chip_of
 from kvhost.driver.decide import Decision, decide
 from kvhost.driver.types import DriverFacts
 from kvhost.engine.matrix import load_matrix
-from kvhost.onhost import DRIVE_SCRIPTS, report_gpu
+from kvhost.onhost import DRIVE_SCRIPTS, REPORT_SCRIPTS, report_gpu
 from tests.report_tools import put
 
 REPO = Path(__file__).parents[1]
@@ -286,12 +286,16 @@ def test_the_script_reads_a_host_with_gpus(root: Path) -> None:
     assert facts.smi.log.gpus[0].uuid == "GPU-513536b6"
 
 
-def test_the_scripts_that_the_report_runs_travel_with_it() -> None:
-    report = (REPO / "kvhost/onhost/report.py").read_text()
+def test_the_scripts_that_the_report_runs_and_imports_travel_with_it() -> None:
+    onhost = REPO / "kvhost/onhost"
     sent = (REPO / "deploys/common/sent.py").read_text()
-    names = re.findall(r'(?:with_name\(|here / )"(\w+\.py)"', report)
-    assert "report_gpu.py" in names
-    other = [name for name in names if name not in DRIVE_SCRIPTS]
+    run = r'(?:with_name\(|here / )"(\w+\.py)"'
+    names = set(re.findall(run, (onhost / "report.py").read_text()))
+    for script in REPORT_SCRIPTS:
+        imported = re.findall(r"(?m)^    (?:from|import) (\w+)", (onhost / script).read_text())
+        names |= {f"{name}.py" for name in imported if (onhost / f"{name}.py").exists()}
+    assert {"report_gpu.py", "masking.py"} <= names
+    other = names - {*REPORT_SCRIPTS, *DRIVE_SCRIPTS}
     assert [name for name in other if f'"{name}"' not in sent] == []
 
 

@@ -28,7 +28,7 @@ BACK = ("--user", "u", "--why", "it failed", "--lock", "L2", "--settings", "S2")
 
 def manifest(env: Path) -> dict[str, Any]:
     """As engine.py makes it, which lies beside its siblings and is not imported here."""
-    code = "import engine, json, sys; print(json.dumps(engine.tree_manifest(sys.argv[1])))"
+    code = "import engine_whole as e, json, sys; print(json.dumps(e.tree_manifest(sys.argv[1])))"
     argv = [sys.executable, "-c", code, str(env)]
     done = subprocess.run(argv, cwd=ONHOST, capture_output=True, check=True)
     loaded: dict[str, Any] = json.loads(done.stdout)

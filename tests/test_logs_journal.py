@@ -34,7 +34,7 @@ def host() -> Iterator[Host]:
     with Lab() as lab:
         here = lab.host("logs")
         here.root("mkdir", "-p", *(f"/root/kv/{name}" for name in ("bin", "log", "run", "secrets")))
-        for name in ("logs.py", "report_held.py"):
+        for name in ("logs.py", "masking.py", "service_names.py"):
             here.write(f"/root/kv/bin/{name}", (ONHOST / name).read_text())
         here.write("/root/kv/secrets/api-key", KEY)
         here.write("/root/kv/program", PROGRAM)

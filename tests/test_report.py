@@ -17,10 +17,20 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import report as machine
-from kvhost.onhost import report_held as held
+from kvhost.onhost import REPORT_SCRIPTS, report
 from kvhost.report import ReportError, parse_report
-from tests.report_tools import CANARY, PYTHON, SCRIPTS, as_root, ok, open_dir, put, real, run_script
+from tests.report_tools import (
+    CANARY,
+    PYTHON,
+    SCRIPTS,
+    as_root,
+    beside,
+    ok,
+    open_dir,
+    put,
+    real,
+    run_script,
+)
 
 __all__ = ["open_dir"]  # fixtures
 
@@ -174,7 +184,7 @@ def test_without_its_second_half_the_first_is_still_told(open_dir: Path) -> None
     (open_dir / "scripts/report_held.py").unlink()
     got = real(open_dir / "base")
     assert ok(got.memory).total > 0
-    for name in machine.HELD:
+    for name in report.HELD:
         part = getattr(got, name)
         assert (part.status, "report_held.py exits 2" in part.why) == ("unreadable", True)
 
@@ -185,12 +195,11 @@ def test_a_part_that_hangs_or_fails_costs_only_itself() -> None:
 
     parts: dict[str, Callable[[], Any]]
     parts = {"hangs": lambda: time.sleep(5), "fails": fails, "fine": lambda: 1}
-    for module in (machine, held):
-        got = module.gather(parts, 0.3)
-        assert got["hangs"]["why"] == "did not answer within 0.3 s"
-        assert got["hangs"]["status"] == got["fails"]["status"] == "unreadable"
-        assert got["fails"]["why"] == "KeyError: 'MemTotal'"
-        assert got["fine"] == {"status": "ok", "why": None, "data": 1}
+    got = beside("report_parts").gather(parts, 0.3)
+    assert got["hangs"]["why"] == "did not answer within 0.3 s"
+    assert got["hangs"]["status"] == got["fails"]["status"] == "unreadable"
+    assert got["fails"]["why"] == "KeyError: 'MemTotal'"
+    assert got["fine"] == {"status": "ok", "why": None, "data": 1}
 
 
 def test_a_program_that_hangs_does_not_hold_the_report(open_dir: Path) -> None:
@@ -204,7 +213,7 @@ def test_a_program_that_hangs_does_not_hold_the_report(open_dir: Path) -> None:
     assert ok(got.users).uid == os.geteuid()
 
 
-@pytest.mark.parametrize("script", ["report.py", "forked.py", "report_held.py", "report_gpu.py"])
+@pytest.mark.parametrize("script", REPORT_SCRIPTS)
 def test_runs_on_python_3_9(script: str) -> None:
     text = (SCRIPTS / script).read_text()
     ast.parse(text, feature_version=(3, 9))

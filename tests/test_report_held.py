@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import report as machine
+from kvhost.onhost import masking, report
 from kvhost.onhost import report_held as held
 from kvhost.report import parse_report
-from tests.report_tools import CANARY, ok, open_dir, put, root, run_script
+from tests.report_tools import CANARY, beside, ok, open_dir, put, root, run_script
 
 __all__ = ["open_dir", "root"]  # fixtures
+parts, proc, own = beside("report_parts"), beside("report_processes"), beside("report_kvhost")
 
 
 def test_units_of_kvhosts_names_are_told_from_those_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "ROOT", tmp_path)
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
     base = Path("/var/lib/kvhost")
     for top in ("etc", "usr/lib"):
         (tmp_path / top / "systemd/system").mkdir(parents=True)
@@ -38,7 +39,7 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
     (place / "kvhost-runner-.service").write_text("")  # nobody's name
     vendor = tmp_path / "usr/lib/systemd/system/kvhost-cache.service"
     vendor.write_text(f"# Written by kvhost for {base}. Changes\n")
-    found = {row["path"]: row["ours"] for row in held.own_units(base)}
+    found = {row["path"]: row["ours"] for row in own.own_units(base)}
     assert found == {
         str(place / "kvhost-cache.service"): True,
         str(place / "kvhost-runner.service"): False,
@@ -46,7 +47,7 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
         str(place / "kvhost-pruner.service"): False,
         str(vendor): False,  # it would be shadowed
     }
-    others = {row["path"]: row["installation"] for row in held.own_units(base)}
+    others = {row["path"]: row["installation"] for row in own.own_units(base)}
     assert others == dict.fromkeys(found) | {str(place / "kvhost-runner.service"): "/srv/other"}
 
 
@@ -71,7 +72,7 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
     ],
 )
 def test_secrets_are_masked(argv: list[str]) -> None:
-    got = held.masked(argv)
+    got = masking.masked(argv)
     assert CANARY not in " ".join(got)
     assert "***" in " ".join(got)
     assert got[0] == argv[0]
@@ -91,7 +92,7 @@ def test_secrets_are_masked(argv: list[str]) -> None:
     ],
 )
 def test_only_the_secret_is_masked(argv: list[str], kept: list[str]) -> None:
-    assert held.masked(argv) == kept
+    assert masking.masked(argv) == kept
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_what_a_command_line_runs(argv: list[str], names: list[str]) -> None:
 def test_what_is_no_secret_is_kept() -> None:
     argv = ["vllm", "serve", "/m", "--max-num-batched-tokens", "8192", "--tokenizer", "/t",
             "--port", "8000", '{"kv_connector":"LMCacheMPConnector"}']  # fmt: skip
-    assert held.masked(argv) == argv
+    assert masking.masked(argv) == argv
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_another_installation_of_kvhost_is_told_by_its_command_lines(
     rows = {p.pid: p for p in ok(parse_report(run_script(open_dir / "base")).adoptable).processes}
     assert rows[served.pid].installation == str(there)
     assert rows[conda.pid].installation is None
-    every = held.processes()
+    every = proc.processes()
     # of a container: its processes are seen here, its directories are not
     gone = f"{open_dir}/gone/envs/0123456789abcdef/bin/vllm"
     every[10**8] = {"argv": [gone, "serve"], "ppid": 1}
@@ -241,7 +242,7 @@ def test_packages_of_which_dpkg_is_not_sure(
     with pytest.raises(OSError, match="dpkg-query exits 2: cannot open"):
         held.packages(["a"])
     monkeypatch.setenv("PATH", "/no")
-    with pytest.raises(held.Absent, match="no dpkg-query"):
+    with pytest.raises(parts.Absent, match="no dpkg-query"):
         held.packages(["a"])
 
 
@@ -284,7 +285,7 @@ def test_hugging_face_models_with_their_bytes(tmp_path: Path) -> None:
 def record(base: Path, process: subprocess.Popen[bytes], ticks: int = 0, boot: str = "") -> None:
     real_boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     row = {"service": "runner", "pid": process.pid, "boot_id": boot or real_boot,
-           "start_ticks": held.proc_stat(process.pid)[2] + ticks}  # fmt: skip
+           "start_ticks": proc.proc_stat(process.pid)[2] + ticks}  # fmt: skip
     put(base / "run/runner.json", json.dumps(row))
 
 
@@ -292,8 +293,8 @@ def test_a_service_is_alive_only_as_the_process_that_was_recorded(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     def alive() -> bool:
-        held.processes.cache_clear()
-        (row,) = held.services(tmp_path)
+        proc.processes.cache_clear()
+        (row,) = own.services(tmp_path)
         assert (row["pids"] != []) == row["alive"]
         assert (row["anon_bytes"] > 0) == row["alive"]
         return bool(row["alive"])
@@ -311,7 +312,7 @@ def test_a_service_is_alive_only_as_the_process_that_was_recorded(
     assert not alive()
     process.wait()
     assert not alive()
-    held.processes.cache_clear()
+    proc.processes.cache_clear()
 
 
 def test_a_service_has_its_descendants(tmp_path: Path) -> None:
@@ -319,16 +320,16 @@ def test_a_service_has_its_descendants(tmp_path: Path) -> None:
     assert shell.stdout is not None
     child = int(shell.stdout.readline())
     try:
-        held.processes.cache_clear()
-        assert held.family(shell.pid) == [shell.pid, child]
+        proc.processes.cache_clear()
+        assert proc.family(shell.pid) == [shell.pid, child]
     finally:
         os.kill(child, 9)
         shell.communicate()
-        held.processes.cache_clear()
+        proc.processes.cache_clear()
 
 
 def kvhost(base: Path) -> dict[str, Any]:
-    got = held.kvhost(base, base / "tier")
+    got = own.kvhost(base, base / "tier")
     return {name: (p["status"], p["data"] if p["status"] == "ok" else p["why"])
             for name, p in got.items()}  # fmt: skip
 
@@ -466,10 +467,10 @@ def test_a_model_that_the_user_cannot_read(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     put(tmp_path / "config.json", '{"num_hidden_layers": 8}').chmod(0o644)
     put(tmp_path / "model.safetensors", "x" * 50).chmod(0o600)
-    got = machine.model(str(tmp_path), 65534, [65534])
+    got = report.model(str(tmp_path), 65534, [65534])
     assert got["closed"] == ["model.safetensors"]
     assert got["config"]["data"] == {"num_hidden_layers": 8}
     assert {"name": "model.safetensors", "bytes": 50} in got["files"]
-    assert machine.model(str(tmp_path), os.geteuid() or 0, [0])["closed"] == []
-    with pytest.raises(machine.Absent, match="not a directory"):
-        machine.model(str(tmp_path / "none"), 65534, [])
+    assert report.model(str(tmp_path), os.geteuid() or 0, [0])["closed"] == []
+    with pytest.raises(parts.Absent, match="not a directory"):
+        report.model(str(tmp_path / "none"), 65534, [])

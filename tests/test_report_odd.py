@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import report as machine
-from kvhost.onhost import report_held as held
-from tests.report_tools import CANARY, mount, put, root
+from kvhost.onhost import report
+from tests.report_tools import CANARY, beside, mount, put, root
 
 __all__ = ["root"]  # fixtures
+machine, parts = beside("report_machine"), beside("report_parts")
+processes = beside("report_processes").processes
 
 
 def test_mounts_decode_escapes_and_hide_passwords(root: Path) -> None:
@@ -31,7 +32,7 @@ def test_of_two_mounts_at_one_point_the_later_counts(
     text = mount("/", dev="0:9") + mount(str(root), dev="0:9") + mount(str(root), "xfs", dev="0:9",
         options="ro,noexec")  # fmt: skip
     put(root / "proc/self/mountinfo", text + mount("/elsewhere/deeper/than/all/the/others"))
-    got = machine.disk(str(root / "new"), 65534, [65534])
+    got = report.disk(str(root / "new"), 65534, [65534])
     assert (got["fs"], got["read_only"], got["noexec"]) == ("xfs", True, True)
 
 
@@ -40,7 +41,7 @@ def test_a_mount_hidden_by_a_later_one_above_it_does_not_count(root: Path) -> No
     dev = f"{os.major(st.st_dev)}:{os.minor(st.st_dev)}"
     hidden = mount(str(root), "nfs4", dev="0:77")
     put(root / "proc/self/mountinfo", hidden + mount(str(root.parent), "xfs", dev=dev))
-    assert machine.disk(str(root / "new"), 65534, [65534])["fs"] == "xfs"
+    assert report.disk(str(root / "new"), 65534, [65534])["fs"] == "xfs"
 
 
 def cgroup2(root: Path, *limits: tuple[str, str, int]) -> None:
@@ -104,7 +105,7 @@ def test_cgroup_v1_limit(root: Path, limit: str, found: int | None) -> None:
 )
 def test_half_a_kernel_is_unreadable(root: Path, name: str, file: str, text: str) -> None:
     put(root / file, text)
-    got = machine.part(getattr(machine, name))
+    got = parts.part(getattr(machine, name))
     assert got["status"] == "unreadable"
     assert got["data"] is None
     assert len(got["why"]) > 10
@@ -112,7 +113,7 @@ def test_half_a_kernel_is_unreadable(root: Path, name: str, file: str, text: str
 
 def test_shm_that_is_not_mounted_is_absent(root: Path) -> None:
     put(root / "proc/self/mountinfo", mount("/dev"))
-    assert machine.part(machine.shm)["status"] == "absent"
+    assert parts.part(machine.shm)["status"] == "absent"
 
 
 def test_shm_leftovers_of_engines_are_listed(root: Path) -> None:
@@ -181,15 +182,15 @@ def test_hidden_processes_are_not_no_processes(root: Path, monkeypatch: pytest.M
     put(root / "proc/self/mountinfo", mount("/proc", "proc", super="rw,hidepid=invisible"))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(OSError, match="hidepid=invisible"):
-        held.processes()
+        processes()
     stat = "7 (a) b) S 1 " + " ".join("0" * 17) + " 4242 0"
     for name, text in (("stat", stat), ("cmdline", "vllm\0serve\0"), ("comm", "a) b\n")):
         put(root / "proc/7" / name, text)
     monkeypatch.setattr(os, "geteuid", lambda: 0)  # root sees all
-    row = held.processes()[7]
+    row = processes()[7]
     assert (row["ppid"], row["ticks"], row["state"]) == (1, 4242, "S")
     assert (row["argv"], row["comm"]) == (["vllm", "serve"], "a) b")
-    held.processes.cache_clear()
+    processes.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     put(root / "proc/self/mountinfo", mount("/proc", "proc", super="rw,hidepid=0"))
-    assert list(held.processes()) == [7]
+    assert list(processes()) == [7]

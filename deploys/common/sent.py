@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from kvhost import onhost
-from kvhost.onhost import DRIVE_SCRIPTS
+from kvhost.onhost import DRIVE_SCRIPTS, REPORT_SCRIPTS
 
 ONHOST = Path(str(onhost.__file__)).parent
 
@@ -23,7 +23,7 @@ def report_scripts(argv: tuple[str, ...]) -> tuple[str, ...]:
     more = DRIVE_SCRIPTS if "--drives" in argv else ()
     if any(word.endswith(".gguf") for word in argv):
         more = (*more, "gguf.py")
-    return ("report.py", "forked.py", "report_held.py", "report_gpu.py", *more)
+    return (*REPORT_SCRIPTS, *more)
 
 
 def sent(names: tuple[str, ...], words: str, files: Mapping[str, str] | None = None) -> str:

@@ -37,7 +37,7 @@ from deploys.common.rendered import (
     supervisord_conf,
     vllm_yamls,
 )
-from kvhost.onhost.report_held import MARKER as ENGINE_MARKER
+from kvhost.onhost.engine_whole import MARKER as ENGINE_MARKER
 from kvhost.records.receipt import make_receipt, system_of
 from kvhost.services.runners import left_over
 

@@ -23,15 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
 if TYPE_CHECKING:
-    from kvhost.onhost import engine, services
-    from kvhost.onhost.report_held import Absent, mask_text, part
+    from kvhost.onhost import services
+    from kvhost.onhost.engine_whole import is_complete
+    from kvhost.onhost.masking import mask_text
+    from kvhost.onhost.report_parts import Absent, part
     from kvhost.onhost.services_host import Host, Trouble
     from kvhost.onhost.services_supervisor import Supervisord
     from kvhost.onhost.services_systemd import Systemd, booted
 else:  # it lies beside this file, where there is no package kvhost
-    import engine
     import services
-    from report_held import Absent, mask_text, part
+    from engine_whole import is_complete
+    from masking import mask_text
+    from report_parts import Absent, part
     from services_host import Host, Trouble
     from services_supervisor import Supervisord
     from services_systemd import Systemd, booted
@@ -84,7 +87,7 @@ def packages(env: str) -> dict[str, str]:
 def environment(env: str) -> Data:
     if not os.path.lexists(env):
         raise Absent(f"{env} is not there")
-    return {"whole": engine.is_complete(env), "packages": packages(env)}
+    return {"whole": is_complete(env), "packages": packages(env)}
 
 
 def running(base: str, user: str) -> Data:
@@ -122,7 +125,7 @@ def mounts(paths: list[str]) -> Data:
             words = line.split()
             after = words[words.index("-") + 1 :]
             point = words[4].encode().decode("unicode_escape")
-            rows.append((point, after[0], mask_text(after[1]), sorted(words[5].split(","))))
+            rows.append((point, after[0], mask_text(after[1])[:300], sorted(words[5].split(","))))
     found: Data = {}
     for path in paths:
         real = os.path.realpath(path)

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import engine
+    from kvhost.onhost import engine, engine_whole
     from kvhost.onhost.kept import kept
     from kvhost.onhost.service_names import OPTIONAL
 else:  # they lie beside this file on a host, where there is no package kvhost
     import engine
+    import engine_whole
     from kept import kept
     from service_names import OPTIONAL
 
@@ -184,7 +185,7 @@ class Host:
             engine.say(f"removing {path}, used no more")
             if os.path.isdir(path) and not os.path.islink(path):
                 # its marker first: what a run that is killed here leaves does not look whole
-                engine.remove(os.path.join(path, engine.MARKER))
+                engine.remove(os.path.join(path, engine_whole.MARKER))
             engine.remove(path)
         if any(os.path.dirname(path) == self.path("envs") for path in paths):
             # its files are links to those of uv's cache: only without both is the space free
@@ -200,7 +201,7 @@ class Host:
         broken_off = bool(failed and failed.get("state") == "rolling back")
         if env == link and not broken_off:
             return {"rolled_back": False, "why": "the environment is the one that passed last"}
-        whole = engine.is_complete(env)
+        whole = engine_whole.is_complete(env)
         if not whole["complete"]:
             raise Trouble(f"{env}, which passed last, is {whole['why']}: not gone back to")
         self.check_secrets(good)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost.report_held import SECRET_TEXT
+    from kvhost.onhost.masking import mask_text
     from kvhost.onhost.service_names import adopted
     from kvhost.onhost.service_names import names as service_names
 else:  # it lies beside this file on a host, where there is no package kvhost
-    from report_held import SECRET_TEXT
+    from masking import mask_text
     from service_names import adopted
     from service_names import names as service_names
 
@@ -107,9 +107,7 @@ class Mask:
     def __call__(self, text: str) -> str:
         for value in self.values:
             text = text.replace(value, "***")
-        for pattern, keep in SECRET_TEXT:
-            text = pattern.sub(keep + "***", text)
-        return text
+        return mask_text(text)
 
 
 def read_files(base: str, name: str) -> list[str]:

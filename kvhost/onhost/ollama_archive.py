@@ -32,10 +32,12 @@ sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import archives, engine
     from kvhost.onhost.engine import Failed, say
+    from kvhost.onhost.engine_whole import is_complete, tree_manifest, write_marker
 else:  # it lies beside this file on a host, where there is no package kvhost
     import archives
     import engine
     from engine import Failed, say
+    from engine_whole import is_complete, tree_manifest, write_marker
 
 PROGRAM = "bin/ollama"
 BLOCK = 1 << 20
@@ -68,7 +70,7 @@ def packing(path: str) -> str:
 
 def against(archive: str, sha256: str, env: str) -> str | None:
     """What stands against an archive that lies on the host; None: nothing, or it is unpacked."""
-    if engine.is_complete(env)["complete"] or "://" in archive:
+    if is_complete(env)["complete"] or "://" in archive:
         return None
     try:
         if not stat.S_ISREG(os.stat(archive).st_mode):
@@ -137,7 +139,7 @@ def prove(env: str, user: str) -> list[dict[str, str]]:
 
 def install(args: argparse.Namespace) -> None:
     env = os.path.abspath(args.env)
-    if engine.is_complete(env)["complete"]:
+    if is_complete(env)["complete"]:
         say("complete already: " + env)
         return
     above = os.path.dirname(env)
@@ -164,7 +166,7 @@ def install(args: argparse.Namespace) -> None:
             "driver": None,
             "abi": checks,
         }
-        engine.write_marker(env, {**about, **engine.tree_manifest(env)})
+        write_marker(env, {**about, **tree_manifest(env)})
     except (archives.BadArchive, tarfile.TarError) as error:
         raise Failed(f"{args.archive}: {error}") from error
     finally:

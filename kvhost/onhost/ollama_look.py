@@ -25,11 +25,11 @@ sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.ollama_log import loads_of
     from kvhost.onhost.ollama_unit import Trouble, shown_by_systemd
-    from kvhost.onhost.report_held import Absent, part
+    from kvhost.onhost.report_parts import Absent, part
 else:  # it lies beside this file on a host, where there is no package kvhost
     from ollama_log import loads_of
     from ollama_unit import Trouble, shown_by_systemd
-    from report_held import Absent, part
+    from report_parts import Absent, part
 
 Data = dict[str, Any]
 #: what the size of a token's KV depends on, without the architecture's name before it

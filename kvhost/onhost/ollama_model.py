@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost.ollama_look import Unusable, listed, reason
-    from kvhost.onhost.report_held import Absent
+    from kvhost.onhost.report_parts import Absent
 else:  # it lies beside this file on a host, where there is no package kvhost
     from ollama_look import Unusable, listed, reason
-    from report_held import Absent
+    from report_parts import Absent
 
 PULL_S = 6 * 3600
 Data = dict[str, Any]

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import ollama_archive, ollama_unit
-    from kvhost.onhost.report_held import part
+    from kvhost.onhost.report_parts import part
 else:  # it lies beside this file on a host, where there is no package kvhost
     import ollama_archive
     import ollama_unit
-    from report_held import part
+    from report_parts import part
 
 Data = dict[str, Any]
 

@@ -1,0 +1,40 @@
+"""Takes secrets out of command lines and texts, for the scripts beside it that show them."""
+
+from __future__ import annotations
+
+import re
+
+_SECRET = r"(?:api[-_]?key|key|token|secret|password|passwd|credentials?|auth)"
+SECRET_NAME = re.compile(rf"(?i)(?:^|[-_.]){_SECRET}$")
+SECRET_TEXT = (
+    (
+        re.compile(rf"(?i)((?:^|[\s&?;,'\"{{_.-]){_SECRET}['\"]?\s*[=:]\s*['\"]?)[^\s'\"&,}}]+"),
+        r"\1",
+    ),
+    (re.compile(rf"(?i)(--?(?:[\w-]*[-_])?{_SECRET}\s+)(?!-)\S+"), r"\1"),
+    (re.compile(r"(://)[^/@\s]+(?=@)"), r"\1"),
+    (re.compile(r"(?i)(\bbearer\s+)\S+"), r"\1"),
+    (re.compile(r"\b(hf_|sk-)[A-Za-z0-9_-]{8,}"), r"\1"),
+)
+
+
+def mask_text(text: str) -> str:
+    for pattern, keep in SECRET_TEXT:
+        text = pattern.sub(keep + "***", text)
+    return text
+
+
+def masked(argv: list[str]) -> list[str]:
+    """A command line without its secrets: every value after a flag that names one, key=value."""
+    out: list[str] = []
+    after, first = False, False  # after a flag that names a secret; it is the first value of it
+    for word in argv[:80]:
+        if first or (after and not word.startswith("-")):
+            out.append("***")
+            first = False
+            continue
+        name, has_value, _ = word.partition("=")
+        secret = bool(SECRET_NAME.search(name))
+        after = first = secret and word.startswith("-") and not has_value
+        out.append(f"{name}=***" if secret and has_value else mask_text(word)[:300])
+    return out
