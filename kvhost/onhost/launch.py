@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import resource
@@ -52,7 +51,10 @@ if TYPE_CHECKING:
         start_ticks,
     )
     from kvhost.onhost.launch_log import also_in_file
-else:  # it lies beside this file on a host, where there is no package kvhost
+    from kvhost.onhost.launch_needs import check_drive, environment, required
+    from kvhost.onhost.launch_record import read_json, read_record, write_json
+    from kvhost.onhost.launch_spec import config_digest, read_spec
+else:  # they lie beside this file on a host, where there is no package kvhost
     from launch_children import (
         GaveUp,
         Signals,
@@ -67,77 +69,14 @@ else:  # it lies beside this file on a host, where there is no package kvhost
         start_ticks,
     )
     from launch_log import also_in_file
+    from launch_needs import check_drive, environment, required
+    from launch_record import read_json, read_record, write_json
+    from launch_spec import config_digest, read_spec
 
 #: a service that ends sooner than this failed to start, rather than crashed; seconds
 YOUNG_S = 120
 LONGEST_BACKOFF_S = 20
 MOST_FILES = 1 << 20
-
-
-def read_spec(path: str) -> dict[str, Any]:
-    """Raises OSError, or ValueError that names everything that is wrong with it."""
-    with open(path, encoding="utf-8") as handle:
-        spec = json.load(handle)
-    if not isinstance(spec, dict):
-        raise ValueError("it is not a JSON object")
-    wanted = {"service": str, "argv": list, "env": dict, "record": str}
-    wrong = [
-        f"{key} ({'missing' if key not in spec else 'not a ' + kind.__name__})"
-        for key, kind in wanted.items()
-        if not isinstance(spec.get(key), kind) or not spec[key]
-    ]
-    if wrong:
-        raise ValueError("unusable keys: " + ", ".join(wrong))
-    return spec
-
-
-def config_digest(spec_path: str, spec: dict[str, Any]) -> str:
-    """Digest of all that the service was started with. A secret's file counts by inode, size and
-    time, never by content: a digest of a weak key would give it away. Raises OSError."""
-    digest = hashlib.sha256()
-    with open(spec_path, "rb") as handle:
-        digest.update(handle.read())
-    for path in spec.get("watch", []):
-        content: str | None = None
-        if os.path.islink(path):
-            content = "link " + os.readlink(path)
-        elif os.path.isfile(path):
-            with open(path, "rb") as handle:
-                content = "file " + hashlib.sha256(handle.read()).hexdigest()
-        digest.update(repr((path, content)).encode())
-    for path in sorted(spec.get("secret_env", {}).values()):
-        st = os.stat(path)
-        digest.update(repr((path, st.st_ino, st.st_size, st.st_mtime_ns)).encode())
-    return digest.hexdigest()
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """{} without such a file. Raises OSError, ValueError."""
-    try:
-        with open(path, encoding="utf-8") as handle:
-            data = json.load(handle)
-    except FileNotFoundError:
-        return {}
-    if not isinstance(data, dict):
-        raise ValueError("it is not a JSON object")
-    return data
-
-
-def write_json(path: str, data: dict[str, Any]) -> None:
-    temporary = path + ".new"
-    with open(temporary, "w", encoding="utf-8") as handle:
-        json.dump(data, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)
-
-
-def read_record(path: str) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        say(f"the record of the run before is unreadable ({error}): taken as an unclean stop")
-        return {"clean_stop": False}
 
 
 class Launch:
@@ -236,15 +175,6 @@ class Launch:
             self.doing(f"a pause of {gap:.1f} s since its last end")
             self.signals.pause(gap)
 
-    def required(self) -> None:
-        """Raises GaveUp when a file is missing that tells the right place from an empty one."""
-        for path in self.spec.get("require", []):
-            try:
-                os.stat(path)
-            except OSError as error:
-                why = f"{path}: {error.strerror}. Is what belongs there mounted?"
-                raise GaveUp(75, f"{why} If it is: the next deploy makes it anew") from error
-
     def wait_for(self) -> None:
         seconds = float(self.spec.get("wait_s", 120))
         deadline = time.monotonic() + seconds
@@ -260,43 +190,6 @@ class Launch:
                         why = f"nothing answers on {address} after {seconds:.0f} s ({error})"
                         raise GaveUp(75, why) from error
                 self.signals.pause(0.25)
-
-    def environment(self) -> dict[str, str]:
-        """The spec's environment and the secrets, nothing of the supervisor's. Raises GaveUp."""
-        env = dict(self.spec["env"])
-        credentials = os.environ.get("CREDENTIALS_DIRECTORY")
-        for variable, path in self.spec.get("secret_env", {}).items():
-            source = os.path.join(credentials, os.path.basename(path)) if credentials else path
-            try:
-                with open(source, encoding="utf-8") as handle:
-                    value = handle.read().rstrip("\n")
-            except (OSError, ValueError) as error:
-                raise GaveUp(78, f"the secret in {path} cannot be read: {error}") from error
-            if not value or "\n" in value or "\0" in value:
-                raise GaveUp(78, f"the secret in {path} is not one line of text")
-            env[variable] = value
-        return env
-
-    def check_drive(self) -> None:
-        """Raises GaveUp when the drive that the service works on is not the one that is mounted.
-
-        Without it the service would fill the root disk, or find an empty cache.
-        """
-        drive = self.spec.get("drive")
-        if not drive:
-            return
-        mount = drive["mount"]
-        try:
-            wanted = read_json(drive["record"]).get("uuid")
-            found = read_json(os.path.join(mount, ".kvhost-drive.json")).get("uuid")
-        except (OSError, ValueError) as error:
-            raise GaveUp(75, f"the drive at {mount} cannot be recognised: {error}") from error
-        if not os.path.ismount(mount):
-            raise GaveUp(
-                75, f"the drive is not mounted at {mount}: it is away, or fstab was changed"
-            )
-        if not wanted or wanted != found:
-            raise GaveUp(75, f"at {mount} another drive is mounted: {found}, wanted is {wanted}")
 
     def run_before(self, unclean: bool) -> None:
         for argv in self.spec.get("before", []):
@@ -367,11 +260,11 @@ class Launch:
             self.end_leftovers(before)
             self.back_off()
             self.keep_gap(before)
-            self.check_drive()
-            self.required()
+            check_drive(self.spec)
+            required(self.spec)
             self.wait_for()
-            self.check_drive()
-            env = self.environment()
+            check_drive(self.spec)
+            env = environment(self.spec)
             clean = bool(before.get("clean_stop")) if before else None
             self.run_before(unclean=clean is False)
             return self.serve(env, before, clean)

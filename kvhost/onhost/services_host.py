@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvhost.onhost import service_names
-    from kvhost.onhost.launch import config_digest, read_spec
+    from kvhost.onhost.launch_spec import config_digest, read_spec
 else:  # it lies beside this file on a host, where there is no package kvhost
     import service_names
-    from launch import config_digest, read_spec
+    from launch_spec import config_digest, read_spec
 
 #: seconds: stop_timeout_s of a service plus supervisord's own patience
 STOP_LIMIT_S = 180
