@@ -6,6 +6,9 @@ log line, and the engine goes on without its compiled kernels. So each line here
 thing itself. Prints one JSON object {"ok": bool, "checks": [{"name", "state", "detail"}]} as the
 last line; state is ok, failed or not applicable (there is nothing to check on this accelerator,
 which is not the same as passed). Exit 0 when none failed, else 1.
+
+As long as its list of checks, and one file: by hand, whichever environment is to be proven runs it
+alone with its own Python.
 """
 
 # the engine is not there where types are checked
@@ -52,6 +55,19 @@ def check(name: str, where: list[tuple[str, Check]] = CHECKS) -> Callable[[Check
     return register
 
 
+@contextlib.contextmanager
+def module_of(name: str, source: str) -> Iterator[Any]:
+    """A module from a file: numba caches beside one, and Triton reads its source from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, f"{name}.py"), "w", encoding="utf-8") as handle:
+            handle.write(source)
+        sys.path.insert(0, folder)
+        try:
+            yield importlib.import_module(name)
+        finally:
+            sys.path.remove(folder)
+
+
 @check("writable places")
 def writable_places() -> str:
     for variable in ("HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "TMPDIR"):
@@ -91,16 +107,9 @@ def numba_caches() -> str:
     # "CLI-only mode", with only a warning
     from numba import njit
 
-    with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "kvhost_abi_numba.py"), "w", encoding="utf-8") as handle:
-            handle.write("def double(x):\n    return x + x\n")
-        sys.path.insert(0, folder)
-        try:
-            double = njit(cache=True)(importlib.import_module("kvhost_abi_numba").double)
-            if double(21) != 42:
-                raise RuntimeError("numba computes wrongly")
-        finally:
-            sys.path.remove(folder)
+    with module_of("kvhost_abi_numba", "def double(x):\n    return x + x\n") as module:
+        if njit(cache=True)(module.double)(21) != 42:
+            raise RuntimeError("numba computes wrongly")
     return "in " + os.environ["NUMBA_CACHE_DIR"]
 
 
@@ -366,19 +375,11 @@ def add(x, y, out, n, BLOCK: tl.constexpr):
 def triton_kernel() -> str:
     import torch
 
-    with tempfile.TemporaryDirectory() as folder:
-        # Triton reads the source of what it compiles from a file
-        with open(os.path.join(folder, "kvhost_abi_triton.py"), "w", encoding="utf-8") as handle:
-            handle.write(TRITON)
-        sys.path.insert(0, folder)
-        try:
-            add = importlib.import_module("kvhost_abi_triton").add
-            ones = torch.ones(100, device="cuda")
-            out = torch.zeros_like(ones)
-            add[(1,)](ones, ones, out, 100, BLOCK=128)
-            torch.cuda.synchronize()
-        finally:
-            sys.path.remove(folder)
+    with module_of("kvhost_abi_triton", TRITON) as module:
+        ones = torch.ones(100, device="cuda")
+        out = torch.zeros_like(ones)
+        module.add[(1,)](ones, ones, out, 100, BLOCK=128)
+        torch.cuda.synchronize()
     if float(out.sum()) != 200.0:
         raise RuntimeError("a kernel that Triton compiled adds wrongly")
     return "compiled, and added 100 numbers"
