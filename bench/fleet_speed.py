@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet_hosts import BASE, Fleet
-from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, ready_argv
+from kvhost.services.describe import ready_argv
+from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host
 

@@ -23,15 +23,9 @@ from typing import Any
 
 from kvhost.onhost import model_builtin
 from kvhost.paths import HostPaths
-from kvhost.services.describe import (
-    NAMESPACE_FILE,
-    TIER_MARKER,
-    Service,
-    cache_service,
-    native_runner,
-    runner_service,
-    vllm_config,
-)
+from kvhost.services.service import Service
+from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
+from kvhost.services.vllm import cache_service, native_runner, runner_service, vllm_config
 from kvhost.settings import Settings
 from tests.e2e_tools import free_ports
 

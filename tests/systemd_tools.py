@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvhost.services.describe import Service, api_key_path, services, unit_file
+from kvhost.services.describe import services
 from kvhost.services.namespace import digest_of
 from kvhost.services.runners import runners_of
+from kvhost.services.served import api_key_path
+from kvhost.services.service import Service, unit_file
 from kvhost.services.units import unit_text
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host

@@ -17,7 +17,7 @@ import pytest
 
 from kvhost.onhost import abi_check
 from kvhost.paths import HostPaths
-from kvhost.services.describe import service_env
+from kvhost.services.vllm import service_env
 from kvhost.settings import Settings
 from tests.test_engine_script import Place
 

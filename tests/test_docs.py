@@ -35,7 +35,7 @@ from kvhost.plan import storage as plan_storage
 from kvhost.plan import types as plan_types
 from kvhost.plan import upgrade as plan_upgrade
 from kvhost.services import store as services_store
-from kvhost.services.describe import service_env
+from kvhost.services.vllm import service_env
 from kvhost.settings import Settings
 from kvhost.verdict.causes import TABLE
 from kvhost.verdict.foreign import RULES as FOREIGN_RULES

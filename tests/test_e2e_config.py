@@ -27,7 +27,7 @@ def test_unknown_keys_of_both_services_are_refused_together_and_nothing_is_touch
     pids = {name: site.record(name)["pid"] for name in ("cache", "runner", "pruner")}
     template, described = (
         site.repo / "templates/vllm.yaml.j2",
-        site.repo / "kvhost/services/describe.py",
+        site.repo / "kvhost/services/vllm.py",
     )
     was = {
         template: break_it(template, "{% for", "max-modell-len: 99\n{% for"),

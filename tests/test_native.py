@@ -20,9 +20,10 @@ from kvhost.plan.derive import derived
 from kvhost.plan.lock import choose_lock
 from kvhost.plan.types import GIB, ModelNeed, Refusal
 from kvhost.services import native
-from kvhost.services.describe import services, vllm_config
+from kvhost.services.describe import services
 from kvhost.services.namespace import namespace_of
 from kvhost.services.runners import left_over
+from kvhost.services.vllm import vllm_config
 from kvhost.settings import Settings
 from kvhost.verdict.evidence import Evidence
 from kvhost.verdict.judge import judge

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvhost.services.describe import NAMESPACE_FILE
 from kvhost.services.native import transfer_config
+from kvhost.services.tier import NAMESPACE_FILE
 from kvhost.settings import Settings
 from kvhost.verdict.evidence import Evidence, parse_events
 from kvhost.verdict.judge import judge

@@ -13,9 +13,10 @@ import pytest
 
 from kvhost.onhost import ready
 from kvhost.plan.make import ModelNeed, Plan, make_plan, planned
-from kvhost.services.describe import services, vllm_config
+from kvhost.services.describe import services
 from kvhost.services.runners import asked_runner, left_over, runners_of
 from kvhost.services.units import unit_text
+from kvhost.services.vllm import vllm_config
 from kvhost.settings import Settings, settings_digest
 from tests.plan_cases import (
     FACTS,

@@ -13,8 +13,8 @@ import yaml
 
 from kvhost.onhost import evidence_probe
 from kvhost.onhost.model_builtin import DIGEST
-from kvhost.services import describe as services
-from kvhost.services import second_pair
+from kvhost.services import describe, second_pair, served, vllm
+from kvhost.services.service import Service
 from kvhost.settings import Settings
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
@@ -26,13 +26,13 @@ def settings(**more: Any) -> Settings:
     return Settings.model_validate(more)
 
 
-def described(with_key: bool = False, **more: Any) -> dict[str, services.Service]:
+def described(with_key: bool = False, **more: Any) -> dict[str, Service]:
     ours = settings(**more)
-    made = services.services(ours, ours.paths, NAMESPACE, with_key=with_key)
+    made = describe.services(ours, ours.paths, NAMESPACE, with_key=with_key)
     return {service.name: service for service in made}
 
 
-def spec(service: services.Service) -> Any:
+def spec(service: Service) -> Any:
     return json.loads(service.launch_spec(settings().paths))
 
 
@@ -59,7 +59,7 @@ def test_they_start_in_order_cache_runner_pruner() -> None:
 
 def test_only_an_engine_for_gpus_waits_for_them() -> None:
     ours = settings()
-    made = services.services(ours, ours.paths, NAMESPACE, with_key=False, gpus=4)
+    made = describe.services(ours, ours.paths, NAMESPACE, with_key=False, gpus=4)
     cache, runner, pruner = (json.loads(one.launch_spec(ours.paths))["before"] for one in made)
     gate = f"{BASE}/tools/current/bin/python {BASE}/bin/gpu_gate.py --expect 4 --wait 120".split()
     assert runner[0] == gate
@@ -95,7 +95,7 @@ def test_the_cache_servers_arguments() -> None:
 
 @pytest.mark.parametrize("kind", ["fs", "fs_native"])
 def test_every_adapter_writes_into_the_namespace_and_has_no_cap_of_its_own(kind: str) -> None:
-    adapter = services.l2_adapter(settings(l2_adapter=kind), NAMESPACE)
+    adapter = vllm.l2_adapter(settings(l2_adapter=kind), NAMESPACE)
     assert adapter["type"] == kind
     assert NAMESPACE in json.dumps(adapter)
     assert not [key for key in adapter if re.search("max|size|cap|limit", key)]
@@ -136,7 +136,7 @@ def test_the_runners_arguments() -> None:
 
 def test_vllms_configuration_degrades_and_recovers_and_fails_no_request() -> None:
     ours = settings(api_port=9000, cache_port=6001, heartbeat_s=3.0, mq_timeout_s=11.0)
-    config = services.vllm_config(ours, ours.paths, with_key=False)
+    config = vllm.vllm_config(ours, ours.paths, with_key=False)
     transfer = config["kv-transfer-config"]
     assert transfer["kv_load_failure_policy"] == "recompute"
     extra = transfer["kv_connector_extra_config"]
@@ -167,47 +167,47 @@ def test_where_a_model_lies_and_what_it_is_called(
     source: str, revision: str | None, where: str, name: str
 ) -> None:
     ours = settings(model_source=source, model_revision=revision)
-    assert services.model_dir(ours, ours.paths) == where
-    assert services.served_name(ours) == name
-    assert services.served_name(settings(served_model_name="mine")) == "mine"
+    assert served.model_dir(ours, ours.paths) == where
+    assert served.served_name(ours) == name
+    assert served.served_name(settings(served_model_name="mine")) == "mine"
 
 
 def test_models_lie_on_the_claimed_drive_and_the_runner_waits_for_it() -> None:
     drive = settings(model_source="controller:m/llama", drive_serial="S1x")
-    assert services.model_dir(drive, drive.paths) == f"{BASE}/drive/models/sent--llama"
+    assert served.model_dir(drive, drive.paths) == f"{BASE}/drive/models/sent--llama"
     set_elsewhere = drive.model_copy(update={"model_dir": "/srv/m"})
-    assert services.model_dir(set_elsewhere, drive.paths) == "/srv/m/sent--llama"
+    assert served.model_dir(set_elsewhere, drive.paths) == "/srv/m/sent--llama"
     for ours, waits in ((drive, f"{BASE}/drive"), (set_elsewhere, None), (settings(), None)):
-        runner = services.runner_service(ours, ours.paths, with_key=False)
+        runner = vllm.runner_service(ours, ours.paths, with_key=False)
         assert runner.needs_mount == waits
     builtin = settings(drive_serial="S1x")
-    assert services.model_dir(builtin, builtin.paths).startswith(f"{BASE}/models/builtin-")
-    assert services.runner_service(builtin, builtin.paths, with_key=False).needs_mount is None
+    assert served.model_dir(builtin, builtin.paths).startswith(f"{BASE}/models/builtin-")
+    assert vllm.runner_service(builtin, builtin.paths, with_key=False).needs_mount is None
 
 
 def test_the_built_in_model_is_asked_for_in_float32_unless_somebody_says_otherwise() -> None:
-    assert services.dtype(settings()) == "float32"
-    assert services.dtype(settings(dtype="bfloat16")) == "bfloat16"
-    assert services.dtype(settings(model_source="/srv/m")) == "auto"
+    assert vllm.dtype(settings()) == "float32"
+    assert vllm.dtype(settings(dtype="bfloat16")) == "bfloat16"
+    assert vllm.dtype(settings(model_source="/srv/m")) == "auto"
 
 
 def test_all_that_an_engine_writes_lies_in_the_service_users_home() -> None:
     ours = settings(base_dir="/srv/kv", engine_kv_gib=2)
-    env = services.service_env(ours, ours.paths)
+    env = vllm.service_env(ours, ours.paths)
     for name in ("TMPDIR", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "VLLM_CACHE_ROOT", "HF_HOME",
                  "PYTHONPYCACHEPREFIX"):  # fmt: skip
         assert env[name].startswith("/srv/kv/home/"), name
     assert env["HOME"] == "/srv/kv/home"
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert services.service_env(ours, ours.paths) == env
+    assert vllm.service_env(ours, ours.paths) == env
     assert described()["runner"].env == {**described()["cache"].env, "PYTHONPATH": f"{BASE}/lib"}
 
 
 def test_with_a_key_every_path_of_the_api_is_guarded() -> None:
     ours = settings()
-    assert "middleware" not in services.vllm_config(ours, ours.paths, with_key=False)
-    guarded = services.vllm_config(ours, ours.paths, with_key=True)
+    assert "middleware" not in vllm.vllm_config(ours, ours.paths, with_key=False)
+    guarded = vllm.vllm_config(ours, ours.paths, with_key=True)
     assert guarded["middleware"] == ["kvhost_guard.Guard"]
 
 
@@ -265,7 +265,7 @@ def test_supervisords_file_starts_each_through_launch_and_outwaits_it() -> None:
 
 def test_two_installations_share_no_memory_segment() -> None:
     one, two = settings(base_dir="/a/kv").paths, settings(base_dir="/b/kv").paths
-    assert services.shm_name(one) != services.shm_name(two)
+    assert vllm.shm_name(one) != vllm.shm_name(two)
 
 
 def test_a_second_pair_is_the_first_on_other_ports_and_nothing_it_leaves_is_shared() -> None:

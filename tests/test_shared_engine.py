@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from kvhost.services import shared
-from kvhost.services.describe import Service, cache_service, runner_service
+from kvhost.services.service import Service
+from kvhost.services.vllm import cache_service, runner_service
 from kvhost.verdict.shared import judge_shared
 from tests.e2e_tools import BASE
 from tests.engine_pair import Pair, restart, start, stop

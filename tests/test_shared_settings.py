@@ -12,8 +12,7 @@ from kvhost.basics import SHARED_PASSWORD_VARIABLE
 from kvhost.plan.shared import shared_notes
 from kvhost.report import Part, SharedStore
 from kvhost.secrets import Secret, SecretError, certificates, shared_password
-from kvhost.services import describe as services
-from kvhost.services import shared, store
+from kvhost.services import shared, store, vllm
 from kvhost.settings import settings_digest
 from tests.plan_cases import changed
 from tests.settings_cases import check, refused
@@ -121,7 +120,7 @@ def test_certificates_are_of_use_with_tls_alone() -> None:
 
 def test_the_cache_server_has_its_own_tier_first_then_the_shared_one() -> None:
     ours = check({"shared_tier": "rediss://store:6380", "shared_tier_ca_file": "ca.pem"}, IN_ENV)
-    cache = services.cache_service(ours, ours.paths, NAMESPACE)
+    cache = vllm.cache_service(ours, ours.paths, NAMESPACE)
     given = [json.loads(cache.argv[n + 1]) for n, w in enumerate(cache.argv) if w == "--l2-adapter"]
     assert [one["type"] for one in given] == ["fs_native", "plugin"]
     params = given[1]["adapter_params"]
@@ -141,7 +140,7 @@ def test_the_cache_server_has_its_own_tier_first_then_the_shared_one() -> None:
 
 def test_without_a_shared_tier_nothing_is_different() -> None:
     plain = check({})
-    cache = services.cache_service(plain, plain.paths, NAMESPACE)
+    cache = vllm.cache_service(plain, plain.paths, NAMESPACE)
     assert cache.argv.count("--l2-adapter") == 1
     assert not cache.secret_env
     assert "PYTHONPATH" not in cache.env

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.services.describe import shm_name
+from kvhost.services.vllm import shm_name
 from kvhost.settings import Settings
 from tests.lab.nspawn import until
 from tests.systemd_site import BASE, MOUNT, TIER, Site, systemd_site

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvhost.schema.runners import MoreRunner
-from kvhost.services.describe import api_key_path, unit_file
+from kvhost.services.served import api_key_path
+from kvhost.services.service import unit_file
 from kvhost.services.units import TRIES
 from kvhost.settings import Settings
 from tests.e2e_tools import Done, make_site

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kvhost.onhost.ready import registered
-from kvhost.services.describe import vllm_config
 from kvhost.services.second_pair import second_pair
+from kvhost.services.vllm import vllm_config
 from kvhost.verdict.evidence import Evidence, parse_events
 from kvhost.verdict.judge import judge
 from tests.e2e_tools import BASE

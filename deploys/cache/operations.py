@@ -30,9 +30,12 @@ from deploys.common.rendered import (
     vllm_yaml,
 )
 from kvhost.llama import facts as llama
-from kvhost.services.describe import NAMESPACE_FILE, TIER_MARKER, model_path, proof_env, runner_env
+from kvhost.services.describe import proof_env
 from kvhost.services.namespace import Namespace
 from kvhost.services.native import too_little_memory
+from kvhost.services.served import model_path
+from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
+from kvhost.services.vllm import runner_env
 
 
 @operation()

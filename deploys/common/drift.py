@@ -38,8 +38,10 @@ from kvhost.records.receipt import system_of
 from kvhost.report import HostReport, ReportError
 from kvhost.secrets import SecretError, api_key
 from kvhost.services import monitoring
-from kvhost.services.describe import api_key_path, services, unit_file
+from kvhost.services.describe import services
 from kvhost.services.namespace import digest_of
+from kvhost.services.served import api_key_path
+from kvhost.services.service import unit_file
 from kvhost.services.shared import password_path
 from kvhost.settings import Settings, settings_digest
 

@@ -7,7 +7,7 @@ from deploys.common.ollama import gpus_of
 from deploys.common.rendered import supervisord_conf
 from kvhost.ollama.dropin import dropin_text
 from kvhost.ollama.server import adopted, services
-from kvhost.services.describe import Service, unit_file
+from kvhost.services.service import Service, unit_file
 from kvhost.services.units import unit_text
 
 

@@ -48,9 +48,10 @@ from kvhost.records.journal import tell
 from kvhost.report import HostReport, ReportError, parse_report
 from kvhost.reports.kept import tell_summary
 from kvhost.secrets import SecretError, api_key, hf_token, shared_password
-from kvhost.services.describe import api_key_path, services
+from kvhost.services.describe import services
 from kvhost.services.namespace import digest_of, predicted_fields, predicted_versions
 from kvhost.services.runners import runners_of
+from kvhost.services.served import api_key_path
 from kvhost.settings import Settings, SettingsError, settings_digest, validate_hosts
 
 RUN_ID = uuid.uuid4().hex[:12]

@@ -17,12 +17,15 @@ from kvhost.engine.locks import EngineLock
 from kvhost.llama import facts as llama
 from kvhost.secrets import certificates
 from kvhost.services import native
-from kvhost.services.describe import Service, model_path, services, unit_file, vllm_config
+from kvhost.services.describe import services
 from kvhost.services.monitoring import program
 from kvhost.services.namespace import Namespace, input_digest, namespace_of
 from kvhost.services.runners import config_name, ranks, runners_of
+from kvhost.services.served import model_path
+from kvhost.services.service import Service, unit_file
 from kvhost.services.shared import ca_path
 from kvhost.services.units import unit_text
+from kvhost.services.vllm import vllm_config
 from kvhost.settings import Settings
 
 #: in place of the namespace's digest, before it is known

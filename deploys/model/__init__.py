@@ -9,7 +9,8 @@ from deploys.common.looks import Ask
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
 from deploys.model.sent import sent_model
 from kvhost.schema.values import is_sent
-from kvhost.services.describe import model_dir, model_path, service_env
+from kvhost.services.served import model_dir, model_path
+from kvhost.services.vllm import service_env
 
 
 def builtin_script(run: Run) -> tuple[str, str]:

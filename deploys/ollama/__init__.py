@@ -29,7 +29,7 @@ from kvhost.ollama.server import adopted
 from kvhost.records.journal import tell
 from kvhost.reports.kept import tell_summary
 from kvhost.schema.ollama import archive_parts
-from kvhost.services.describe import api_url
+from kvhost.services.served import api_url
 
 
 def tools_of(run: Run) -> tuple[str, str]:

@@ -52,7 +52,7 @@ from kvhost.reports.kept import (
 )
 from kvhost.schema.ollama import archive_parts
 from kvhost.schema.values import SENT, is_sent
-from kvhost.services.describe import api_url
+from kvhost.services.served import api_url
 from kvhost.verdict.view import verdict_table
 
 #: files of etc/ that describe a service of kvhost's

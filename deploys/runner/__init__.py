@@ -17,7 +17,7 @@ from deploys.runner.operations import (
     services_command,
     supervisor_takes_it,
 )
-from kvhost.services.describe import api_key_path
+from kvhost.services.served import api_key_path
 
 
 def check_asks(run: Run) -> Iterator[Ask]:

@@ -10,8 +10,8 @@ from deploys.common.rendered import last_namespace, resolved_path
 from deploys.verify.operations import restart_test, settle, settle_command
 from kvhost.records.journal import tell
 from kvhost.reports.kept import tell_summary
-from kvhost.services.describe import api_url, served_name
 from kvhost.services.runners import runners_of
+from kvhost.services.served import api_url, served_name
 
 
 def asks(run: Run) -> Iterator[Ask]:

@@ -42,9 +42,9 @@ from kvhost.reports.kept import (
     tell_summary,
     write_report,
 )
-from kvhost.services.describe import api_key_path, api_url, served_name
 from kvhost.services.runners import asked_runner, runners_of
 from kvhost.services.second_pair import second_pair
+from kvhost.services.served import api_key_path, api_url, served_name
 from kvhost.services.shared import pause_path
 from kvhost.verdict.evidence import parse_events
 from kvhost.verdict.judge import judge

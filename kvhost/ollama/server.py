@@ -6,7 +6,9 @@ from kvhost.engine.locks import EngineLock
 from kvhost.ollama.dropin import UNIT, variables
 from kvhost.paths import HostPaths
 from kvhost.schema.ollama import archive_parts
-from kvhost.services.describe import Service, api_url, gpu_gate
+from kvhost.services.served import api_url
+from kvhost.services.service import Service, gpu_gate
+from kvhost.services.tier import drive_of
 from kvhost.settings import Settings
 
 #: bytes on disk of an archive with its CUDA libraries, unpacked (a release of 2026: 4 to 5 GB)
@@ -70,7 +72,7 @@ def services(settings: Settings, paths: HostPaths, *, gpus: int) -> tuple[Servic
         "LC_ALL": "C.UTF-8",
         **variables(settings),
     }
-    mount = settings.resolved_drive_mount if settings.claims_a_drive else None
+    mount = drive_of(settings)
     on_drive = mount is not None and store.startswith(f"{mount}/")
     return (
         Service(

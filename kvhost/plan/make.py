@@ -42,9 +42,9 @@ from kvhost.plan.upgrade import upgrade, upgrade_notes
 from kvhost.records.receipt import system_of
 from kvhost.report import ForeignProcess, HostReport, Kvhost, Namespace, Part
 from kvhost.schema.values import is_sent
-from kvhost.services.describe import model_dir
 from kvhost.services.native import native_notes
 from kvhost.services.runners import left_over, runners_of, whose_config
+from kvhost.services.served import model_dir
 from kvhost.settings import Settings
 
 #: as many changed files are named in the plan

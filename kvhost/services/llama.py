@@ -6,17 +6,10 @@ from __future__ import annotations
 
 from kvhost.llama import facts as llama
 from kvhost.paths import HostPaths
-from kvhost.services.describe import (
-    Service,
-    api_key_path,
-    api_url,
-    drive_of,
-    model_drive,
-    pruner_service,
-    served_name,
-    tier_marks,
-)
 from kvhost.services.runners import FIRST
+from kvhost.services.served import api_key_path, api_url, served_name
+from kvhost.services.service import Service
+from kvhost.services.tier import drive_of, model_drive, pruner_service, tier_marks
 from kvhost.settings import Settings
 
 #: the service of onhost/slots.py

@@ -9,8 +9,8 @@ import hashlib
 
 from kvhost.onhost import metrics
 from kvhost.paths import HostPaths
-from kvhost.services.describe import api_url
 from kvhost.services.runners import runners_of
+from kvhost.services.served import api_url
 from kvhost.services.units import below, command, escaped
 from kvhost.settings import Settings
 

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from kvhost.paths import HostPaths
-from kvhost.services.describe import cache_service, runner_service, shm_name, vllm_config
+from kvhost.services.vllm import cache_service, runner_service, shm_name, vllm_config
 from kvhost.settings import Settings
 
 PLACES = {name: "{" + name + "}" for name in ("api_port", "cache_port", "cache_http_port")}

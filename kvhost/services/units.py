@@ -1,4 +1,4 @@
-"""systemd's units, made of the one description in services.py. Pure.
+"""systemd's units, made of the one description in describe.py. Pure.
 
 What each line is for stands here; what was tried of it, and where, is in docs/services.md.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import shlex
 
 from kvhost.paths import HostPaths
-from kvhost.services.describe import Service, model_dir, unit_file
+from kvhost.services.served import model_dir
+from kvhost.services.service import Service, unit_file
 from kvhost.settings import Settings
 
 Line = tuple[str, object]

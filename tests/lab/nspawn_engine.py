@@ -19,7 +19,7 @@ from kvhost.engine.locks import read_lock, tools_digest
 from kvhost.engine.matrix import load_matrix
 from kvhost.engine.tools import tools_commands
 from kvhost.paths import HostPaths
-from kvhost.services.describe import service_env
+from kvhost.services.vllm import service_env
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host, Lab
 from tests.lab.nspawn_image import LabError, lab_dir, only_one, sh
