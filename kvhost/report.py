@@ -1,7 +1,8 @@
 """What a host says about itself: the typed form of the JSON that onhost/report.py prints.
 
 Sizes are bytes, times seconds since the epoch by the host's clock. A part that could not be read
-says so (`unreadable`), so that it never looks like "nothing there".
+says so (`unreadable`), so that it never looks like "nothing there". As long as that JSON: it is one
+table of its parts, in their order.
 """
 
 from __future__ import annotations
