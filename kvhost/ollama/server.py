@@ -7,7 +7,7 @@ from kvhost.ollama.dropin import UNIT, variables
 from kvhost.paths import HostPaths
 from kvhost.schema.ollama import archive_parts
 from kvhost.services.served import api_url
-from kvhost.services.service import Service, gpu_gate
+from kvhost.services.service import Service, gpu_gate, plain_env
 from kvhost.services.tier import drive_of
 from kvhost.settings import Settings
 
@@ -66,12 +66,8 @@ def services(settings: Settings, paths: HostPaths, *, gpus: int) -> tuple[Servic
     store = models_dir(settings)
     if adopted(settings) or store is None:
         return ()
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": paths.home,  # its key is made there at the first start (ollama#9148)
-        "LC_ALL": "C.UTF-8",
-        **variables(settings),
-    }
+    # its key is made in HOME at the first start (ollama#9148)
+    env = {**plain_env(paths), **variables(settings)}
     mount = drive_of(settings)
     on_drive = mount is not None and store.startswith(f"{mount}/")
     return (

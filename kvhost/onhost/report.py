@@ -43,6 +43,12 @@ NOBODY = 65534
 HELD = ("users", "packages", "ports", "kvhost", "adoptable")
 
 
+def allows(found: os.stat_result, uid: int, gids: list[int], what: int) -> bool:
+    """Whether a mode lets this user read (4), write (2) or pass through (1)."""
+    shift = 6 if found.st_uid == uid else 3 if found.st_gid in gids else 0
+    return bool(found.st_mode >> shift & what)
+
+
 def blocked_by(path: Path, uid: int, gids: list[int]) -> str | None:
     """The first existing directory above ``path`` that this user may not pass through."""
     if uid == 0:
@@ -52,8 +58,7 @@ def blocked_by(path: Path, uid: int, gids: list[int]) -> str | None:
             found = st(directory)
             if found is None:
                 break
-            bit = 0o100 if found.st_uid == uid else 0o010 if found.st_gid in gids else 0o001
-            if not found.st_mode & bit:
+            if not allows(found, uid, gids, 1):
                 try:  # the mode says no, but an ACL may say yes: ask the kernel as that user
                     if run(["test", "-x", str(directory)], uid, gids)[0] == 0:
                         continue
@@ -159,8 +164,7 @@ def model(path: str | None, uid: int, gids: list[int]) -> Data:
         if found is None or not stat.S_ISREG(found.st_mode):
             continue
         rows.append({"name": p.name, "bytes": found.st_size})
-        bit = 0o400 if found.st_uid == uid else 0o040 if found.st_gid in gids else 0o004
-        if uid and not found.st_mode & bit:
+        if uid and not allows(found, uid, gids, 4):
             closed.append(p.name)
     config = part(lambda: json.loads((top / "config.json").read_text()))
     blocked = blocked_by(top / "config.json", uid, gids)
@@ -172,8 +176,7 @@ def model_file(path: Path, uid: int, gids: list[int]) -> Data:
     found = st(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         raise Absent(f"{path} is not a file")
-    bit = 0o400 if found.st_uid == uid else 0o040 if found.st_gid in gids else 0o004
-    closed = [path.name] if uid and not found.st_mode & bit else []
+    closed = [path.name] if uid and not allows(found, uid, gids, 4) else []
 
     def told() -> Data:
         got = subprocess.run(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         listing,
         part,
         read,
+        run,
         st,
         tree_size,
     )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 else:  # they lie beside this file
     from masking import masked
     from report_kvhost import base_state, kvhost, services
-    from report_parts import Absent, Data, gather, host, listing, part, read, st, tree_size
+    from report_parts import Absent, Data, gather, host, listing, part, read, run, st, tree_size
     from report_processes import processes
 
 ENGINES = re.compile(r"^(vllm|lmcache|lmcache_server|llama-server|ollama|supervisord)$|^VLLM::")
@@ -58,10 +59,7 @@ def users(service_user: str) -> Data:
     if me != 0:
         sudo = False
         if shutil.which("sudo"):
-            argv = ["sudo", "-n", "true"]
-            sudo = (
-                subprocess.run(argv, capture_output=True, timeout=15, check=False).returncode == 0
-            )
+            sudo = run(["sudo", "-n", "true"])[0] == 0
     try:
         u = pwd.getpwnam(service_user)
         service: Data | None = {

@@ -8,7 +8,7 @@ from kvhost.llama import facts as llama
 from kvhost.paths import HostPaths
 from kvhost.services.runners import FIRST
 from kvhost.services.served import api_key_path, api_url, served_name
-from kvhost.services.service import Service
+from kvhost.services.service import Service, plain_env, script
 from kvhost.services.tier import drive_of, model_drive, pruner_service, tier_marks
 from kvhost.settings import Settings
 
@@ -60,7 +60,7 @@ def keeper_argv(
     settings: Settings, paths: HostPaths, namespace_dir: str, *command: str
 ) -> tuple[str, ...]:
     words = keeper_words(settings, paths, namespace_dir)
-    return (f"{paths.tools}/current/bin/python", f"{paths.bin}/slots.py", *words, *command)
+    return (*script(paths, "slots"), *words, *command)
 
 
 def ready_argv(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def keeper_service(
         name=KEEPER,
         title="keeper of the slots",
         argv=keeper_argv(settings, paths, namespace_dir, *every),
-        env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
+        env=plain_env(paths),
         secret_env={"LLAMA_API_KEY": api_key_path(paths)} if with_key else {},
         watch=(f"{paths.bin}/slots.py", f"{paths.bin}/slots_files.py"),
         needs_mount=drive_of(settings),

@@ -87,15 +87,24 @@ class Service:
         return json.dumps(spec, indent=1, sort_keys=True) + "\n"
 
 
+def plain_env(paths: HostPaths) -> dict[str, str]:
+    """Environment of what needs no more than the host's own programs."""
+    return {"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"}
+
+
+def script(paths: HostPaths, name: str) -> tuple[str, str]:
+    """Beginning of a command that runs one of kvhost/onhost's scripts as the services do."""
+    return f"{paths.tools}/current/bin/python", f"{paths.bin}/{name}.py"
+
+
 def gpu_gate(paths: HostPaths, gpus: int, uuids: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Command that waits for the GPUs which the engine needs; none without one."""
     if not gpus:
         return ()
-    gate = (f"{paths.tools}/current/bin/python", f"{paths.bin}/gpu_gate.py")
     named = tuple(word for uuid in uuids for word in ("--uuid", uuid))
-    return ((*gate, "--expect", str(gpus), *named, "--wait", str(GPU_WAIT_S)),)
+    return ((*script(paths, "gpu_gate"), "--expect", str(gpus), *named, "--wait", str(GPU_WAIT_S)),)
 
 
 def shm_sweep(paths: HostPaths, *patterns: str) -> tuple[str, ...]:
     """Command that removes what a killed service left in /dev/shm."""
-    return (f"{paths.tools}/current/bin/python", f"{paths.bin}/shm_sweep.py", *patterns)
+    return (*script(paths, "shm_sweep"), *patterns)

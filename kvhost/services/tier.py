@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvhost.paths import HostPaths
 from kvhost.services.served import model_dir
-from kvhost.services.service import Service
+from kvhost.services.service import Service, plain_env, script
 from kvhost.settings import Settings
 
 #: Files that the services share with the host scripts
@@ -33,22 +33,15 @@ def tier_hooks(
 ) -> tuple[tuple[str, ...], ...]:
     """Commands before the service starts that writes the tier: no other writes to it then."""
     sweep = (
-        f"{paths.tools}/current/bin/python",
-        f"{paths.bin}/pruner.py",
-        "sweep",
-        "--tier",
-        settings.paths.tier_dir,
-        "--current",
-        namespace_dir.rpartition("/")[2],
+        *(*script(paths, "pruner"), "sweep"),
+        *("--tier", settings.paths.tier_dir),
+        *("--current", namespace_dir.rpartition("/")[2]),
         *("--record", f"{paths.run}/{writer}.json"),
         *("--status", pruner_status(paths)),
         "{unclean}",
     )
     # files that a test which is dead had moved aside; before the sweep, which judges what is there
-    heal = (
-        *(f"{paths.tools}/current/bin/python", f"{paths.bin}/evidence_aside.py"),
-        *("heal", "--tier", settings.paths.tier_dir),
-    )
+    heal = (*script(paths, "evidence_aside"), "heal", "--tier", settings.paths.tier_dir)
     return heal, sweep
 
 
@@ -63,7 +56,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
         name="pruner",
         title="pruner of the tier",
         argv=(
-            *(f"{paths.tools}/current/bin/python", f"{paths.bin}/pruner.py", "run"),
+            *(*script(paths, "pruner"), "run"),
             *("--tier", settings.paths.tier_dir),
             *("--limit-bytes", "all" if limit is None else str(int(limit * gib))),
             *("--high", str(settings.cache_high_watermark)),
@@ -73,7 +66,7 @@ def pruner_service(settings: Settings, paths: HostPaths, namespace_dir: str) -> 
             *("--current", namespace_dir.rpartition("/")[2]),
             *("--status", pruner_status(paths)),
         ),
-        env={"PATH": "/usr/bin:/bin", "HOME": paths.home, "LC_ALL": "C.UTF-8"},
+        env=plain_env(paths),
         watch=(f"{paths.bin}/pruner.py", f"{paths.bin}/pruner_tier.py"),
         needs_mount=drive_of(settings),
         require=tier_marks(settings, namespace_dir),

@@ -9,7 +9,7 @@ import shlex
 
 from kvhost.paths import HostPaths
 from kvhost.services.served import model_dir
-from kvhost.services.service import Service, unit_file
+from kvhost.services.service import Service, script, unit_file
 from kvhost.settings import Settings
 
 Line = tuple[str, object]
@@ -64,7 +64,6 @@ def unit_lines(service: Service, settings: Settings, paths: HostPaths) -> list[L
 
 
 def run_lines(service: Service, user: str, paths: HostPaths) -> list[Line]:
-    launch = (f"{paths.tools}/current/bin/python", f"{paths.bin}/launch.py")
     spec = f"{paths.etc}/{service.name}.json"
     lines: list[Line] = [("Type", "exec")]
     if service.closed_ports:
@@ -72,7 +71,7 @@ def run_lines(service: Service, user: str, paths: HostPaths) -> list[Line]:
         close = ("/usr/bin/python3", f"{paths.bin}/close_ports.py", "--ports", ports)
         lines += [("ExecStartPre", "+" + command((*close, "--user", user)))]
     lines += [
-        ("ExecStart", command((*launch, spec))),
+        ("ExecStart", command((*script(paths, "launch"), spec))),
     ]
     if service.ready:
         ready = ("/usr/bin/" + service.ready[0], *service.ready[1:])
