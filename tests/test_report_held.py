@@ -463,6 +463,25 @@ def test_files_are_told_by_digest_and_secrets_are_not(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "mode, uid, gid, what, may",
+    [
+        (0o400, 7, 70, 4, True),
+        (0o077, 7, 70, 4, False),  # the owner's bits alone count for the owner
+        (0o040, 8, 70, 4, True),
+        (0o707, 8, 70, 4, False),
+        (0o004, 8, 80, 4, True),
+        (0o770, 8, 80, 4, False),
+        (0o111, 7, 70, 4, False),
+        (0o444, 7, 70, 1, False),
+        (0o001, 8, 80, 1, True),
+    ],
+)
+def test_whom_a_mode_lets_in(mode: int, uid: int, gid: int, what: int, may: bool) -> None:
+    found = os.stat_result((mode, 0, 0, 1, 7, 70, 0, 0, 0, 0))
+    assert report.allows(found, uid, [gid], what) is may
+
+
 def test_a_model_that_the_user_cannot_read(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     put(tmp_path / "config.json", '{"num_hidden_layers": 8}').chmod(0o644)
