@@ -42,7 +42,7 @@ else:  # it lies beside this file on a host, where there is no package kvhost, o
     from pruner_tier import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
-#: the cache server's memory in /dev/shm, named for the installation (kvhost/services/describe.py)
+#: the cache server's memory in /dev/shm, named for the installation (kvhost/services/vllm.py)
 POOL = "lmcache_l1_pool_"
 #: a saved slot of llama-server, whose note is .NAME.json, and what else its keeper has there
 SLOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{16}\.kv\Z")

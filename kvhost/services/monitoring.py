@@ -1,6 +1,6 @@
 """What runs onhost/metrics.py on a host: a unit of systemd's, or a program of supervisord's. Pure.
 
-It is none of the services in services.py: nothing waits for it, and its end ends nothing.
+It is none of the services in describe.py: nothing waits for it, and its end ends nothing.
 """
 
 from __future__ import annotations
