@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Say who and what is on a host: users, packages, ports, kvhost's own, what could be adopted.
 
-The second half of report.py, which runs it; by hand it prints its parts alone (report_parts.py says
-what a part is). Read only. Secrets in command lines are masked, of secret files no digest is given.
+The second half of report.py, which runs it and says what a part is; by hand it prints its parts
+alone. Read only. Secrets in command lines are masked, of secret files no digest is given.
 """
 
 from __future__ import annotations

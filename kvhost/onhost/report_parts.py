@@ -1,7 +1,6 @@
-"""What the parts of a host's report are made of, for report.py and what lies beside it.
+"""A part of what is told of a host, and how it is read; report.py says what its statuses mean.
 
-Every part is {"status", "why", "data"}: "ok" with data; "absent" when what was asked for is known
-not to be there; "unreadable" when it could not be found out, with the reason.
+For the scripts beside this that look at a host. None of it changes anything.
 """
 
 from __future__ import annotations
