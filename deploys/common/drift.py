@@ -36,6 +36,8 @@ from kvhost.records import receipts
 from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
 from kvhost.records.receipt import system_of
 from kvhost.report import HostReport, ReportError
+from kvhost.reports.kept import reports_dir
+from kvhost.reports.since import last_removal
 from kvhost.secrets import SecretError, api_key
 from kvhost.services import monitoring
 from kvhost.services.describe import api_key_path, services, unit_file
@@ -74,6 +76,10 @@ def look() -> Found:
         was_here = receipts.path_of(receipts.receipts_dir(), host.name).exists()
         if own.receipt.status == "absent" and not was_here:
             return Found(rows=store)  # a host of a store alone
+    removed, again = last_removal(reports_dir(), host.name)
+    if own.receipt.status == "absent" and removed is not None and again is None:
+        gone = f"removed at {removed} by kvhost remove"
+        return Found(rows=[*store, Drift("host", settings.base_dir, "provisioned", gone)])
     if own.receipt.status == "absent" and owner != "kvhost":
         return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
     kept = receipts.load(receipts.receipts_dir(), host.name).receipt
