@@ -40,7 +40,7 @@ def run_script(base: Path, *more: str, prefix: tuple[str, ...] = (), env: Any = 
     script = base.parent / "scripts"
     if not script.exists():
         script.mkdir(mode=0o755)
-        for name in ("report.py", "forked.py", "report_held.py", "report_gpu.py"):
+        for name in ("report.py", "bounded.py", "forked.py", "report_held.py", "report_gpu.py"):
             shutil.copy(SCRIPTS / name, script / name)
     argv = [*prefix, PYTHON, str(script / "report.py")]
     argv += ["--base-dir", str(base), "--tier-dir", str(base / "tier")]

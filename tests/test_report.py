@@ -204,7 +204,9 @@ def test_a_program_that_hangs_does_not_hold_the_report(open_dir: Path) -> None:
     assert ok(got.users).uid == os.geteuid()
 
 
-@pytest.mark.parametrize("script", ["report.py", "forked.py", "report_held.py", "report_gpu.py"])
+@pytest.mark.parametrize(
+    "script", ["report.py", "bounded.py", "forked.py", "report_held.py", "report_gpu.py"]
+)
 def test_runs_on_python_3_9(script: str) -> None:
     text = (SCRIPTS / script).read_text()
     ast.parse(text, feature_version=(3, 9))

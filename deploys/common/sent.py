@@ -23,7 +23,7 @@ def report_scripts(argv: tuple[str, ...]) -> tuple[str, ...]:
     more = DRIVE_SCRIPTS if "--drives" in argv else ()
     if any(word.endswith(".gguf") for word in argv):
         more = (*more, "gguf.py")
-    return ("report.py", "forked.py", "report_held.py", "report_gpu.py", *more)
+    return ("report.py", "bounded.py", "forked.py", "report_held.py", "report_gpu.py", *more)
 
 
 def sent(names: tuple[str, ...], words: str, files: Mapping[str, str] | None = None) -> str:

@@ -5,9 +5,9 @@ Read only: nothing is written, started or stopped. Every part is {"status", "why
 "ok" with data; "absent" when what was asked for is known not to be there; "unreadable" when it
 could not be found out, with the reason. A part that fails or hangs never stops the others.
 No environment variable is printed. Sizes are bytes, times seconds since the epoch by the host's
-clock. forked.py and report_held.py must lie beside this file: the second is run for the parts about
-what the host holds (users, packages, ports, kvhost, adoptable), and with --drives report_drives.py
-and what it imports. Exit 0 when the object was printed.
+clock. bounded.py, forked.py and report_held.py must lie beside this file: the last is run for the
+parts about what the host holds (users, packages, ports, kvhost, adoptable), and with --drives
+report_drives.py and what it imports. Exit 0 when the object was printed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvhost.onhost.bounded import run as bounded
     from kvhost.onhost.forked import Running, said
 else:  # it lies beside this file
+    from bounded import run as bounded
     from forked import Running, said
 
 SCHEMA = 1
@@ -85,11 +87,8 @@ def run(argv: list[str], uid: int | None = None, gids: list[int] | None = None) 
     more: Data = {} if uid is None else {"user": uid}
     if uid is not None and gids:
         more.update(group=gids[0], extra_groups=gids)
-    got: subprocess.CompletedProcess[Any] = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        timeout=15, cwd="/", check=False, **more,
-    )  # fmt: skip
-    return got.returncode, bytes(got.stdout).decode(errors="replace")
+    got = bounded(argv, 15, stderr=subprocess.DEVNULL, cwd="/", **more)
+    return got.code, got.out
 
 
 def os_release() -> Data:
