@@ -82,6 +82,12 @@ def test_what_asks_takes_the_same_word_for_yes(command: str) -> None:
     assert "-y, --yes" in run(command, "--help")[1]
 
 
+@pytest.mark.parametrize("words", [("--write-gib", "5"), ("--seconds", "60"), ("--yes",)])
+def test_what_only_a_measurement_needs_is_not_ignored(words: tuple[str, ...]) -> None:
+    code, text = run("drives", "--inventory", "inventory.py", *words)
+    assert (code, f"{words[0]}: of --measure alone" in text) == (2, True), text
+
+
 def test_the_readme_names_every_command() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     for name in cli.main.list_commands(click.Context(cli.main)):

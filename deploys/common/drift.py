@@ -84,7 +84,9 @@ def look() -> Found:
         return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
     kept = receipts.load(receipts.receipts_dir(), host.name).receipt
     if settings.runner == "ollama":
-        return look_at_ollama(settings, report, kept)
+        found = look_at_ollama(settings, report, kept)
+        found.rows += store
+        return found
     lock, python = lock_of(settings, report)
     found_drive = claim_of(settings, report)
     key = api_key(settings, os.environ)

@@ -28,6 +28,10 @@ def drives(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...], **measu
     """
     if measured.pop("measure"):
         sys.exit(measure(cli.pyinfra, inventory, no_dry(pyinfra_args), as_json=as_json, **measured))
+    source = click.get_current_context().get_parameter_source
+    for name in measured:
+        if source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')}: of --measure alone")
     if as_json:
         sys.exit(told_as_json(cli.pyinfra, inventory, "deploys/drives.py", pyinfra_args, "drives"))
     sys.exit(cli.pyinfra(inventory, "deploys/drives.py", ("-y", *pyinfra_args)))
