@@ -158,6 +158,15 @@ def test_the_report_says_it_in_every_form(site: Site, tmp_path: Path) -> None:
     assert [view.standing for view in load_hosts(site.reports)] == ["PASS"]
 
 
+def test_one_that_was_never_tested_is_said_to_be_removed(site: Site) -> None:
+    site.removed(2)
+    (site.reports.parent / "fleet.yaml").write_text("hosts:\n  web-1: {address: a}\n")
+    code, text = site.status()
+    assert (code, text) == (2, f"web-1: removed at {time(2)} by kvhost remove, no verdict yet\n")
+    site.left(3, RECEIPT)
+    assert site.status() == (2, "web-1: no verdict yet\n")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"removed": 5, "again": null}', "\udcff"])
 def test_a_note_that_is_none_says_nothing(text: str, site: Site) -> None:
     site.tested(0)

@@ -154,6 +154,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         shared_texts(settings)  # a file that is missing is said before anything is done
         matrix, mirror = the_matrix(), mirror_of(settings)
     except (SecretError, LockError, MirrorError) as error:
+        tell("refused", host=host.name, why=str(error))
         raise DeployError(f"{host.name}: {error}") from error
     progress.tell(host.name, "looked at")
     try:
@@ -182,6 +183,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     try:
         lock = read_lock(REPO / "locks", info, version, own_engine(settings, info))
     except LockError as error:
+        tell("refused", host=host.name, why=str(error))
         raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
     decision = decision_of(report, info, matrix)

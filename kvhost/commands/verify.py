@@ -25,7 +25,7 @@ from kvhost.reports.kept import (
     standing,
     why_no_report,
 )
-from kvhost.reports.since import Since, since
+from kvhost.reports.since import Since, last_removal, since
 from kvhost.verdict.evidence import EVENTS
 from kvhost.verdict.foreign_evidence import ForeignEvidence
 from kvhost.verdict.view import history_line, left_out_line, since_line, verdict_table
@@ -101,7 +101,9 @@ def status(as_json: bool, all_of_them: bool) -> None:
         if not reports and not without:
             click.echo("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
     for name in without:
-        click.echo(f"{printable(name)}: no verdict yet", err=as_json)
+        removed, again = last_removal(reports_dir(), name)
+        gone = f"removed at {removed} by kvhost remove, " if removed and not again else ""
+        click.echo(f"{printable(name)}: {gone}no verdict yet", err=as_json)
     if apart:
         of = "not in fleet.yaml" if names else "servers of others"
         click.echo(f"\nNot counted, for they are {of} (--all counts them):", err=as_json)
