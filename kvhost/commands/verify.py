@@ -102,8 +102,8 @@ def status(as_json: bool, all_of_them: bool) -> None:
             click.echo("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
     for name in without:
         removed, again = last_removal(reports_dir(), name)
-        gone = f"removed at {removed} by kvhost remove, " if removed and not again else ""
-        click.echo(f"{printable(name)}: {gone}no verdict yet", err=as_json)
+        when = f"removed at {removed} by kvhost remove, " if removed and not again else ""
+        click.echo(f"{printable(name)}: {when}no verdict yet", err=as_json)
     if apart:
         of = "not in fleet.yaml" if names else "servers of others"
         click.echo(f"\nNot counted, for they are {of} (--all counts them):", err=as_json)
