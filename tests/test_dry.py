@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,20 @@ def test_what_is_known_to_fail_without_a_plan_is_1_too(copy: Copy) -> None:
     assert "storage: the drive" in text.partition("Detected changes:")[2]
     code, text = kvhost(copy, "verify", "--dry")
     assert (code, "not provisioned" in text) == (1, True), text
+
+
+@pytest.mark.parametrize(
+    "words", [("drives",), ("plan",), ("logs",), ("remove", "--dry"), ("up", "--dry")]
+)
+def test_a_host_that_gives_no_answer_is_1_and_said(
+    words: tuple[str, ...], copy: Copy, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\necho no python here\n")
+    python.chmod(0o755)
+    argv = [sys.executable, "-m", "kvhost.cli", words[0], *HERE, *words[1:], *DATA]
+    code, text = copy.run(*argv, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (code, "no python here" in text) == (1, True), text
 
 
 @pytest.mark.parametrize(
