@@ -23,7 +23,7 @@ INVENTORY = """
 from pyinfra.connectors.local import LocalConnector
 
 LocalConnector.make_names_data = staticmethod(lambda name=None: iter([(name, {}, [])]))
-hosts = [f"@local/{name}" for name in ("told", "named", "last", "mute", "shown", "good")]
+hosts = [f"@local/{name}" for name in ("told", "named", "last", "mute", "shown", "late", "good")]
 """
 #: each host fails in its own way, after a step in which a command failed and the host did not
 DEPLOY = f"""
@@ -46,6 +46,7 @@ HOW = {{
     "last": StringCommand("echo 'some line'; echo 'E: no such package'; exit 100"),
     "mute": StringCommand("false"),
     "shown": shown("echo 'hint: no' >&2; echo 'apt: gone' >&2; echo 'note: see' >&2; exit 1"),
+    "late": StringCommand("sleep 9", _timeout=1),
     "good": StringCommand("true"),
 }}
 
@@ -92,6 +93,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("last", "E: no such package"),
         ("mute", "stage: the step: the run's log says more"),
         ("shown", "apt: gone note: see"),
+        ("late", "TimeoutError"),
     ],
 )
 def test_a_host_that_failed_says_why(kept: Path, name: str, why: str) -> None:

@@ -50,7 +50,11 @@ def listen(host: Any) -> None:
     run: Callable[..., tuple[bool, Any]] = host.connector.run_shell_command
 
     def heard(*args: Any, **kwargs: Any) -> tuple[bool, Any]:
-        ok, output = run(*args, **kwargs)
+        try:
+            ok, output = run(*args, **kwargs)
+        except Exception as error:  # of whichever connector: the link is lost, it takes too long
+            _heard[host.name] = f"{type(error).__name__}: {error}"
+            raise
         if not ok:
             _heard[host.name] = last_words(output.stderr_lines) or last_words(output.stdout_lines)
         return ok, output
