@@ -4,14 +4,14 @@ The plan comes first; the command then asks, unless -y was given. Drives are rel
 """
 
 from deploys.common.prepare import visit
-from deploys.common.refused import refused
+from deploys.common.refused import SEE_ABOVE, refused, unreported
 from deploys.common.runlock import take_lock
 from deploys.remove import nothing, remove, show_removal
 from kvhost.commands.asking import answer
 
 here = visit()
 if here is None:
-    refused(name="the host gave no report")
+    unreported()
 else:
     found = show_removal(here)
     answer(here.host, {"goes": found})
@@ -19,6 +19,6 @@ else:
         take_lock(name="host: one run at a time", run=here)
         remove(name="remove: services, programs, configuration, keys, user", at=here)
     elif found is None:
-        refused(name="remove: not kvhost's")
+        refused(name="remove: not kvhost's", why=SEE_ABOVE)
     else:
         nothing(name="remove: nothing of kvhost is here")

@@ -8,7 +8,7 @@ from pyinfra.api.exceptions import DeployError
 
 from deploys import shared
 from deploys.common.prepare import show, visit
-from deploys.common.refused import refused
+from deploys.common.refused import refused, unreported
 from deploys.common.runlock import take_lock
 from deploys.common.store import look, secrets_of, store_of
 from kvhost.plan.types import Action, Plan, unreadable
@@ -18,7 +18,7 @@ from kvhost.services.store import store_notes, store_refusals
 
 here = visit()
 if here is None:
-    refused(name="the host gave no report")
+    unreported()
 elif here.settings.shared_store_address is None:
     show(Plan((), (), ()))
     shared.no_store(name="shared: no shared_store_address, no store here")

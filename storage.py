@@ -10,7 +10,8 @@ run = prepare(stages=frozenset({"host", "storage"}))
 if run is None:
     refused(name="refused: see the plan above")
 elif run.drive_order is None:
-    storage.nothing_claimed(name="storage: the drive")
+    why = "no drive is claimed: set drive_serial or another drive_ setting of this host"
+    refused(name="storage: the drive", why=why)
 else:
     take_lock(name="host: one run at a time", run=run)
     host_stage.deploy(run)

@@ -7,9 +7,9 @@ from pyinfra.api import FunctionCommand, StringCommand, operation
 
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
-from deploys.common.operations import Commands, connector_arguments, refuse
+from deploys.common.operations import Commands, connector_arguments
 from deploys.common.ready import ready_command
-from deploys.common.refused import provisioned
+from deploys.common.refused import provisioned, refused
 from deploys.common.runlock import take_lock
 from kvhost.commands.asking import answer, question
 
@@ -51,15 +51,10 @@ def purge(at: Visit, verb: str) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-@operation()
-def nothing_cached() -> Commands:
-    """Fails this host: it has nothing that could be asked for."""
-    yield refuse("Ollama keeps no KV cache on disk: there is nothing to purge")
-
-
 here = provisioned("purge", name="cache: look")
 if here is not None and here.settings.runner == "ollama":
-    nothing_cached(name="cache: none")
+    why = "Ollama keeps no KV cache on disk: there is nothing to purge"
+    refused(name="cache: none", why=why)
 elif here is not None:
     verb = str(question().get("verb", "look"))
     if verb == "remove":

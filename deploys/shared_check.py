@@ -4,14 +4,14 @@ import json
 from io import StringIO
 from typing import Any
 
-from pyinfra import logger
 from pyinfra.api import FunctionCommand, operation
 
 from deploys.common.care import ask_host
 from deploys.common.context import Run
-from deploys.common.operations import Commands, connector_arguments, refuse
+from deploys.common.operations import Commands, connector_arguments
 from deploys.common.prepare import prepare
-from deploys.common.refused import refused
+from deploys.common.reasons import failed
+from deploys.common.refused import SEE_ABOVE, refused
 from deploys.common.rendered import look
 from deploys.common.runlock import take_lock
 from deploys.verify.operations import evidence_config
@@ -30,8 +30,7 @@ def step(run: Run) -> Commands:
     def act(state: Any, host: Any) -> bool:
         late = look(run)
         if late.resolved is None:
-            host.log_styled(f"not provisioned: {late.why}", fg="red", log_func=logger.error)
-            return False
+            return failed(host, f"not provisioned: {late.why}")
         namespace = late.namespace_dir(run).rpartition("/")[2]
         store = {"place": shared.place(settings, paths), "namespace": namespace,
                  "password_file": shared.password_path(paths)}  # fmt: skip
@@ -41,17 +40,17 @@ def step(run: Run) -> Commands:
         found = ask_host(host, ("python3", run.script("shared_check"), "--config", config))
         return found is not None and (answer(run.host, found) or True)
 
-    if settings.shared_tier is None:
-        yield refuse("this host uses no shared tier: set shared_tier, then kvhost up")
-        return
     yield FunctionCommand(act, (), {})
 
 
 run = prepare(only_refusals=True)
 if run is None:
-    refused(name="refused: see above")
+    refused(name="refused: see above", why=SEE_ABOVE)
 elif run.report.kvhost.data is None or run.report.kvhost.data.receipt.data is None:
-    refused(name="not provisioned: bin/up does that")
+    refused(name="not provisioned", why="nothing was provisioned here: bin/up does that")
+elif run.settings.shared_tier is None:
+    why = "this host uses no shared tier: set shared_tier, then kvhost up"
+    refused(name="shared: no tier", why=why)
 else:
     take_lock(name="host: one run at a time", run=run)
     step(name=f"shared: {question().get('step', 'nothing')}", run=run)

@@ -2,14 +2,14 @@
 
 from deploys import shared
 from deploys.common.prepare import visit
-from deploys.common.refused import refused
+from deploys.common.refused import unreported
 from deploys.common.runlock import take_lock
 from deploys.common.store import answer
 from kvhost.report import ReportError
 
 here = visit()
 if here is None:
-    refused(name="the host gave no report")
+    unreported()
 else:
     try:
         there = answer(("look", "--base", here.paths.base_dir, "--address", "127.0.0.1",

@@ -12,10 +12,11 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from pyinfra import context, logger
+from pyinfra import context
 from pyinfra.api import FunctionCommand, StringCommand, operation
 
 from deploys.common.operations import Commands, connector_arguments, refuse
+from deploys.common.reasons import failed
 from kvhost.commands.verify_url import ASKED_VARIABLE
 from kvhost.reports.kept import check_writable, reports_dir
 from kvhost.verdict.verify_url import (
@@ -50,18 +51,14 @@ def test_there(state: Any, host: Any, asked: Asked) -> bool:
         )
         return found
 
-    def fail(words: str) -> bool:
-        host.log_styled(words, fg="red", log_func=logger.error)
-        return False
-
     try:
         check_writable(reports_dir())
     except OSError as error:
-        return fail(f"no report could be kept: {error}")
+        return failed(host, f"no report could be kept: {error}")
     ok, output = host.run_shell_command(StringCommand("mktemp -d /var/tmp/kvhost-XXXXXXXX"), **how)
     folder = output.stdout.strip() if ok else ""
     if not folder.startswith("/var/tmp/kvhost-") or "\n" in folder:
-        return fail("no directory could be made on the host")
+        return failed(host, "no directory could be made on the host")
     try:
         for name in SCRIPTS:
             host.put_file(str(ONHOST / name), f"{folder}/{name}", **how)
@@ -78,10 +75,10 @@ def test_there(state: Any, host: Any, asked: Asked) -> bool:
         )
         spool = BytesIO()
         if not ok or not host.get_file(f"{folder}/evidence.json", spool, **how):
-            return fail("no evidence could be collected")
+            return failed(host, "no evidence could be collected")
         judge_and_keep(asked, spool.getvalue().decode())
     except (OSError, ValueError) as error:
-        return fail(f"no verdict: {error}")
+        return failed(host, f"no verdict: {error}")
     finally:
         run(f"rm -rf {shlex.quote(folder)}")
     return True

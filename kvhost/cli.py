@@ -1,7 +1,7 @@
 """The command `kvhost`. What reaches a host is a pyinfra deploy; this only wraps it.
 
-Exit codes of `up`, `verify` and `status`: 0 persisted PASS, 1 FAIL or the run failed,
-2 INCONCLUSIVE or no verdict. Of the others: 0 done, 1 refused or failed, 2 wrong usage.
+Exit codes: every command's --help ends with its own (kvhost/commands/options.py). 1 is a refusal or
+a failure, 2 wrong usage or "cannot tell", 130 broken off.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from kvhost import __version__
 from kvhost.basics import EXIT_CODES, SUMMARY_VARIABLE, lenient_output, printable
 from kvhost.commands import up as cli_up
 from kvhost.commands.options import (
+    DONE,
     MORE,
+    MORE_ASKED,
     PASS_ALL,
     VERDICTS,
     hosts_and_passed_on,
     inventory_option,
+    no_dry,
     passed_on,
+    passed_on_really,
+    unasked,
 )
 from kvhost.commands.run import pyinfra as pyinfra  # the modules of LAZY take it from here
 from kvhost.records import journal
@@ -85,7 +90,10 @@ class Commands(click.Group):
         return found
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Every command tells its exit codes: kvhost COMMAND --help.",
+)  # fmt: skip
 @click.version_option(__version__)
 def main() -> None:
     """Hosts whose KV cache provably survives a restart."""
@@ -114,12 +122,15 @@ def up(
 
     With --batch or --canary: one plan over all, then a part of the hosts after the other; it stops
     as soon as one of them is not PASS, and the rest is left as it was (docs/fleets.md).
+    --dry changes nothing: the plan, and what operations there would be.
     """
 
     def one(args: tuple[str, ...]) -> int:
         return run_and_tell(inventory, "deploy.py", args)
 
     if "--dry" in pyinfra_args:
+        if as_json:
+            raise click.UsageError("--json is of a run; what one would do: kvhost plan --json")
         sys.exit(one(pyinfra_args))
     rolling = cli_up.Rolling(batch, canary, wait_s)
     if not as_json:
@@ -130,7 +141,7 @@ def up(
     sys.exit(code)
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
 @inventory_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> what differs.")
 @passed_on
@@ -138,14 +149,15 @@ def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     """What is no longer as it was made.
 
     Each host is compared with its settings, its lock and the last run's receipt. Changes nothing.
-    Exit: 0 no drift; 2 drift; 1 a host could not be reached or looked at.
+    Exit: 0 no drift; 2 drift, or wrong usage; 1 a host could not be reached or looked at; 130
+    broken off.
     """
     from kvhost.commands import drift as cli_drift
 
     sys.exit(cli_drift.drift(pyinfra, inventory, pyinfra_args, as_json=as_json))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
 @inventory_option
 @click.argument("host")
 @passed_on
@@ -153,8 +165,12 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     """Provision a fresh machine in HOST's place.
 
     Then its receipt is compared with what HOST was.
-    Exit: 0 its receipt equals the one kept; 2 it differs; 1 or 2 as of up if that failed.
+    Exit: 0 its receipt equals the one kept; 2 it differs, or wrong usage; 1, 2 or 130 as of up if
+    that failed.
     """
+    no_dry(
+        pyinfra_args, "--dry rebuilds nothing; what a run would do: kvhost up --dry --limit HOST"
+    )
 
     def up_one(args: tuple[str, ...]) -> int:
         return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling())
@@ -167,7 +183,7 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     sys.exit(cli_drift.rebuild(host, up_one, pyinfra_args))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
 @inventory_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, host -> plan.")
 @passed_on
@@ -175,7 +191,8 @@ def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     """What a run would do, what it costs, every reason not to.
 
     Changes nothing. The table goes to stderr, --json to stdout; a host that gave no report is in
-    it with "unreadable". Exit: 0; 1 if a host is refused or not reached.
+    it with "unreadable". Exit: 0; 1 if a host is refused or not reached; 2 wrong usage; 130 broken
+    off.
     """
     if not as_json:
         sys.exit(pyinfra(inventory, "deploys/plan.py", ("-y", *pyinfra_args)))
@@ -184,15 +201,15 @@ def plan(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
     sys.exit(cli_care.told_as_json(pyinfra, inventory, "deploys/plan.py", pyinfra_args, "plan"))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=f"{DONE} {MORE}")
 @inventory_option
 @passed_on
 def storage(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
     """Format and mount the claimed drive, without an engine."""
-    sys.exit(pyinfra(inventory, "storage.py", ("-y", *pyinfra_args)))
+    sys.exit(pyinfra(inventory, "storage.py", unasked(pyinfra_args)))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=f"{DONE} {MORE}")
 @inventory_option
 @passed_on
 def release(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
@@ -200,25 +217,25 @@ def release(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
 
     Its data stay on it, until it is wiped with a token (docs/drives.md).
     """
-    sys.exit(pyinfra(inventory, "release.py", ("-y", *pyinfra_args)))
+    sys.exit(pyinfra(inventory, "release.py", unasked(pyinfra_args)))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=f"{DONE} {MORE}")
 @inventory_option
 @passed_on
 def grow(inventory: str, pyinfra_args: tuple[str, ...]) -> None:
     """Use all of a disk that became larger."""
-    sys.exit(pyinfra(inventory, "grow.py", ("-y", *pyinfra_args)))
+    sys.exit(pyinfra(inventory, "grow.py", unasked(pyinfra_args)))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
 @inventory_option
 @click.option("--namespace", help="All of this one: ns-…, as the table shows it.")
 @click.option("--model", help="Its path or name, as the table shows it.")
 @click.option("--tenant", help="cache_salt of its requests; - asks for it, so that no one sees it.")
 @click.option("--no-tenant", is_flag=True, help="Requests that came without a cache_salt.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@passed_on
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@passed_on_really
 def purge(
     inventory: str,
     namespace: str | None,
@@ -231,6 +248,7 @@ def purge(
     """Show the cache, or remove a part of it.
 
     Without --namespace, --model or a tenant: what lies there, and nothing is removed.
+    Exit: 0 done; 1 refused, failed, not reached, or not agreed to; 2 wrong usage; 130 broken off.
     """
     from kvhost.commands import care as cli_care
 
@@ -238,17 +256,20 @@ def purge(
     sys.exit(cli_care.purge(pyinfra, inventory, pyinfra_args, what, yes=yes))
 
 
-@main.command(context_settings=PASS_ALL, epilog=MORE)
+@main.command(context_settings=PASS_ALL, epilog=f"{DONE} {MORE_ASKED}")
 @inventory_option
 @click.option(
     "--service",
     "services",
     metavar="NAME",
     multiple=True,
-    help="Only cache, runner, runner-NAME, slots, pruner or supervisord; repeatable.",
+    help="Only cache, runner, runner-NAME, slots, pruner, ollama or supervisord; repeatable.",
 )
 @click.option("--since", help="30m, 2h, or a time of the host: '2026-11-29 19:00'.")
-@click.option("--lines", type=click.IntRange(0, 10_000), default=20, show_default=True)
+@click.option(
+    "--lines", type=click.IntRange(0, 10_000), default=20, show_default=True,
+    help="The last so many of each service.",
+)  # fmt: skip
 @click.option(
     "--level",
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),

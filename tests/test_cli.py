@@ -55,6 +55,39 @@ def test_no_help_has_a_sentence_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, done.output.splitlines())) <= 80
 
 
+def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command that does something."""
+    if not isinstance(command, click.Group):
+        yield words
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        assert found is not None
+        yield from commands(found, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(commands(cli.main)), ids=" ".join)
+def test_every_help_tells_its_exit_codes(words: tuple[str, ...]) -> None:
+    text = " ".join(run(*words, "--help")[1].split())
+    told = text.partition("Exit: ")[2]
+    assert "Exit: 0" in text and re.search(r"\b1\b", told), text
+    if "--inventory" in text:
+        assert "130" in told or words == ("inventory", "add"), text
+        assert "--limit HOST" in text, text
+
+
+@pytest.mark.parametrize("command", ["purge", "remove", "shared", "drives"])
+def test_what_asks_takes_the_same_word_for_yes(command: str) -> None:
+    assert "-y, --yes" in run(command, "--help")[1]
+
+
+@pytest.mark.parametrize("words", [("--write-gib", "5"), ("--seconds", "60"), ("--yes",)])
+def test_what_only_a_measurement_needs_is_not_ignored(words: tuple[str, ...]) -> None:
+    code, text = run("drives", "--inventory", "inventory.py", *words)
+    assert (code, f"{words[0]}: of --measure alone" in text) == (2, True), text
+
+
 def test_the_readme_names_every_command() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     for name in cli.main.list_commands(click.Context(cli.main)):

@@ -44,6 +44,9 @@ def test_the_others_end_right_and_a_retry_ends_all_that_can(fleet: Fleet) -> Non
     rows = ran.told.rows
     assert rows["taken"].why == "path_taken"
     assert rows["half"].step == "cache: what the engine makes of the configuration"
+    assert "the double refuses" in str(rows["half"].why)
+    assert "the double refuses" in ran.text.rpartition("┏")[2], "in the summary"
+    assert rows["good"].why is None
     assert fleet.well("good")
     assert not (taken / "bin").exists(), "nothing is done to a host that is refused"
     assert not (half / "current").exists()

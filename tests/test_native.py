@@ -80,7 +80,9 @@ def test_a_shared_tier_is_one_of_the_cache_server() -> None:
     for key, value in (("shared_tier_ca_file", "ca.pem"), ("shared_tier_timeout_s", 5.0)):
         assert "second tier of LMCache's" in refused({**NATIVE, key: value})[f"{key}, cache_kind"]
     password = {"shared_tier_password_file": "secrets/store"}
-    assert set(refused({**NATIVE, **password})) == {"shared_tier_password_file, shared_tier"}
+    assert set(refused({**NATIVE, **password})) == {
+        "shared_tier_password_file, shared_store_address"
+    }
     store = {"shared_store_address": "10.0.0.5", "shared_store_memory_gib": 1.0}
     check({**NATIVE, **password, **store})  # it is the password of the store on this host
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.onhost import ollama_archive
+
 pytestmark = pytest.mark.runners
 REPO = Path(__file__).parents[1]
 SCRIPT, DOUBLE = REPO / "kvhost/onhost/ollama_archive.py", REPO / "tests/doubles/ollama.py"
@@ -105,8 +107,32 @@ BAD = {
     "twice": [*GOOD, member("bin/ollama", b"other", mode=0o755)],
     "no program": [member("README", b"x")],
     "not executable": [member("bin/ollama", DOUBLE.read_bytes(), mode=0o644)],
+    "one that prints for ever": [member("bin/ollama", b"#!/bin/sh\nexec yes\n", mode=0o755)],
     "another program": [member("bin/ollama", b"#!/bin/sh\necho hello\n", mode=0o755)],
 }
+
+
+def test_a_program_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ollama_archive, "LIMIT_S", 0.5)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin/ollama"
+    program.write_text(f"#!/bin/sh\nsleep 77 & echo $! >{tmp_path}/pid\n")  # its output stays open
+    program.chmod(0o755)
+    with pytest.raises(Exception, match=r"ollama --version: it has not ended within 0\.5 s"):
+        ollama_archive.prove(str(tmp_path), getpass.getuser())
+
+
+def test_what_lies_behind_the_end_of_the_tar_is_not_held(tmp_path: Path) -> None:
+    archive, _ = packed(tmp_path, GOOD)
+    rest = subprocess.run(["gzip", "-c"], input=bytes(80 << 20), capture_output=True, check=True)
+    archive.write_bytes(archive.read_bytes() + rest.stdout)  # gzip(1): members are joined
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    done = run("install", archive, digest, tmp_path / "envs/one")
+    assert done.returncode == 1
+    assert "more than 64 MiB behind the end of its tar" in done.stderr
+    assert inside(tmp_path) == []
 
 
 @pytest.mark.parametrize("case", BAD)

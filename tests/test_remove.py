@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvhost import working_copy
+from kvhost.reports.since import last_removal
 from tests.e2e_tools import Site
 
 REPO = Path(__file__).parent.parent
@@ -299,8 +300,13 @@ def test_a_mount_stays_with_what_is_on_it(base: Base) -> None:
 
 def remove(base: Base, copy: Path, *words: str, answers: bytes | None = None) -> tuple[int, str]:
     """`kvhost remove` of this machine; with ``answers`` on a terminal, where they are typed."""
-    argv = [sys.executable, "-m", "kvhost.cli", "remove", "--inventory", "inventory.py"]
-    argv += ["--data", f"base_dir={base.root}", "--data", "service_user=kvhost-gone", *words]
+    return kvhost(base, copy, "remove", *words, answers=answers)
+
+
+def kvhost(base: Base, copy: Path, *words: str, answers: bytes | None = None) -> tuple[int, str]:
+    command, *words_of_it = words
+    argv = [sys.executable, "-m", "kvhost.cli", command, "--inventory", "inventory.py"]
+    argv += ["--data", f"base_dir={base.root}", "--data", "service_user=kvhost-gone", *words_of_it]
     keep = {k: v for k, v in os.environ.items() if not k.startswith("KVHOST_")}
     outer, inner = pty.openpty()
     try:
@@ -337,11 +343,16 @@ def shows_and_asks(base: Base, copy: Path) -> None:
         got, text = remove(base, copy, *words, answers=answers)
         assert (got, said in text) == (code, True), text
         assert base.left() - GUARD == before - GUARD
+        assert last_removal(copy / "reports", "@local") == (None, None)
     code, text = remove(base, copy, answers=b"y\n")
     assert code == 0, text
     assert "Take kvhost away from @local?" in text
     assert str(base.root / "envs") in text
     assert base.left() - GUARD == CACHE | MODELS | {"tier/others/x"}
+    removed, again = last_removal(copy / "reports", "@local")
+    assert removed is not None and again is None
+    code, text = kvhost(base, copy, "drift")
+    assert (code, f"removed at {removed}" in " ".join(text.split())) == (2, True), text
     code, text = remove(base, copy)  # nothing is left to ask about
     assert code == 0, text
     assert "Take kvhost away" not in text

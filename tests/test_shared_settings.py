@@ -76,6 +76,32 @@ def test_what_is_said_of_a_store_that_none_names(runner: str, key: str, value: o
     assert key in named
 
 
+RUNNERS: dict[str, dict[str, object]] = {
+    "vllm": {},
+    "native": {"cache_kind": "native"},
+    "llama_server": {"runner": "llama_server"},
+    "ollama": {"runner": "ollama", "model_source": "llama3.2:3b"},
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_store_has_a_password_whatever_runs_beside_it(name: str) -> None:
+    ours = {**RUNNERS[name], "shared_tier_password_file": "secrets/shared"}
+    found = check({**ours, **STORE})
+    assert found.shared_tier_password_file == "secrets/shared"
+    (keys,) = refused(ours)
+    (said,) = refused(ours).values()
+    assert "shared_tier_password_file" in keys
+    assert ("shared_store_address" in keys + said) is (name != "vllm")
+    assert ("shared_tier = " in said) is (name == "vllm"), "what this runner would refuse too"
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNERS if name != "vllm"])
+def test_a_runner_that_shares_nothing_does_not_by_having_the_store(name: str) -> None:
+    found = refused({**RUNNERS[name], **STORE, "shared_tier": "redis://10.0.0.5:6379"}, IN_ENV)
+    assert any("shared_tier" in keys.split(", ") for keys in found), found
+
+
 def test_no_store_without_a_password() -> None:
     uses: dict[str, object] = {"shared_tier": "redis://127.0.0.1:6379"}
     for data in (uses, STORE):

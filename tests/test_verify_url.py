@@ -285,6 +285,13 @@ def test_what_a_server_says_of_a_failed_request_is_kept_without_prompt_and_key(
     assert "11, 12" not in error + stderr and "hush" not in found.model_dump_json() + stderr
 
 
+def test_a_restart_command_that_prints_for_ever_is_ended(server: Server, tmp_path: Path) -> None:
+    hurry = {**QUICK, "settle_s": 0.2}
+    _, found, stderr = collect(server, tmp_path, restart=["yes"], timeouts=hurry)
+    assert "it prints more than 64 MiB" in stderr
+    assert found.restart is not None and found.restart.exit_code is None
+
+
 def test_interrupted_in_the_restart_the_server_is_up_again(server: Server, tmp_path: Path) -> None:
     slow = [sys.executable, "-c", "import sys, time, subprocess; open(sys.argv[1], 'w'); "
             "time.sleep(1); subprocess.run(sys.argv[2:])"]  # fmt: skip

@@ -12,6 +12,7 @@ from pyinfra.api import FunctionCommand, StringCommand, operation
 from deploys.common.context import Run
 from deploys.common.operations import Commands, connector_arguments, converges, refuse
 from deploys.common.ready import ready_command
+from deploys.common.reasons import failed
 from kvhost.reports.kept import tell_summary
 from kvhost.settings import settings_digest
 
@@ -48,7 +49,7 @@ def go_back(host: Any, run: Run, why: str) -> bool:
     else:
         logger.info(f"    [{run.host}] not gone back: {answer['why']}")
         return False
-    host.log_styled(message, fg="red", log_func=logger.error)
+    failed(host, message)
     return bool(ok)
 
 

@@ -19,6 +19,7 @@ def ask_host(host: Any, argv: tuple[str, ...]) -> dict[str, Any] | None:
         logger.info(f"    [{host.name}] {line}")
     lines = [line for line in output.stdout_lines if line.strip()]
     if not ok or not lines:
+        # kept is what it said, not these words
         host.log_styled("failed, see above", fg="red", log_func=logger.error)
         return None
     loaded: dict[str, Any] = json.loads(lines[-1])

@@ -22,6 +22,7 @@ from pyinfra.connectors.scp import SCPClient
 
 from deploys.common import asked, early
 from deploys.common.journal import heed_interrupts
+from deploys.common.reasons import hide
 from kvhost.basics import lenient_output
 from kvhost.fleet import known_hosts, ssh_key
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
@@ -84,6 +85,7 @@ def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
         fleet = load_fleet(given, folder=REPO if path is None else None, env=os.environ)
         hosts = pyinfra_hosts(fleet)
         _given.update(secrets_of(fleet, os.environ))
+        hide(secret for given in _given.values() for secret in given.values())
         (REPO / KNOWN_HOSTS).touch()
     except FleetError as error:
         raise PyinfraError(str(error)) from None

@@ -36,6 +36,8 @@ from kvhost.records import receipts
 from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
 from kvhost.records.receipt import system_of
 from kvhost.report import HostReport, ReportError
+from kvhost.reports.kept import reports_dir
+from kvhost.reports.since import last_removal
 from kvhost.secrets import SecretError, api_key
 from kvhost.services import monitoring
 from kvhost.services.describe import services
@@ -76,11 +78,17 @@ def look() -> Found:
         was_here = receipts.path_of(receipts.receipts_dir(), host.name).exists()
         if own.receipt.status == "absent" and not was_here:
             return Found(rows=store)  # a host of a store alone
+    removed, again = last_removal(reports_dir(), host.name)
+    if own.receipt.status == "absent" and removed is not None and again is None:
+        gone = f"removed at {removed} by kvhost remove"
+        return Found(rows=[*store, Drift("host", settings.base_dir, "provisioned", gone)])
     if own.receipt.status == "absent" and owner != "kvhost":
         return Found(rows=[Drift("host", settings.base_dir, "provisioned", "nothing of kvhost")])
     kept = receipts.load(receipts.receipts_dir(), host.name).receipt
     if settings.runner == "ollama":
-        return look_at_ollama(settings, report, kept)
+        found = look_at_ollama(settings, report, kept)
+        found.rows += store
+        return found
     lock, python = lock_of(settings, report)
     found_drive = claim_of(settings, report)
     key = api_key(settings, os.environ)

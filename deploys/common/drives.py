@@ -7,6 +7,7 @@ from rich.console import Console
 
 from deploys.common.facts import DrivesText
 from deploys.common.prepare import all_settings
+from deploys.common.refused import refused
 from kvhost.commands.asking import answer, question
 from kvhost.drives.types import Drives
 from kvhost.drives.view import drives_to_json, render_drives
@@ -24,6 +25,7 @@ def look_at_drives() -> None:
         _seen[host.name] = (settings, parse_drives(host.get_fact(DrivesText, argv=argv)))
     except ReportError as why:
         _seen[host.name] = (settings, str(why))
+        refused(name="drives: not looked at", why=str(why))
     answer(host.name, {"drives": drives_to_json({host.name: _seen[host.name]})[host.name]})
     if question().get("json") or len(_seen) < len(context.state.inventory.get_active_hosts()):
         return

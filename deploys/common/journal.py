@@ -19,6 +19,7 @@ import gevent
 from pyinfra import context, logger
 from pyinfra.api.state import BaseStateCallback, StateStage
 
+from deploys.common import reasons
 from kvhost.records.journal import VARIABLE, tell
 
 #: exit code after Ctrl-C, as of a shell: 128 + SIGINT
@@ -41,6 +42,7 @@ class _Journal(BaseStateCallback):
     @staticmethod
     def operation_host_start(state: Any, host: Any, op_hash: str) -> None:
         _hold()
+        reasons.forget(host.name)
         if op_hash in state.ops[host]:
             tell("step", host=host.name, name=_name(state, op_hash))
 
@@ -48,7 +50,8 @@ class _Journal(BaseStateCallback):
     def operation_host_error(
         state: Any, host: Any, op_hash: str, retry_count: int = 0, max_retries: int = 0
     ) -> None:
-        tell("error", host=host.name, name=_name(state, op_hash))
+        why = reasons.reason(host.name, os.environ)
+        tell("error", host=host.name, name=_name(state, op_hash), why=why)
 
 
 def _name(state: Any, op_hash: str) -> str:
@@ -72,6 +75,7 @@ def keep_journal() -> None:
     state = context.ctx_state.get()  # the state itself: the proxy is empty at exit
     for host in state.inventory.get_active_hosts():
         _notice_a_lost_link(host)
+        reasons.listen(host)
     state.add_callback_handler(_Journal())
     if not os.environ.get(VARIABLE):
         return
@@ -86,7 +90,7 @@ def _end(state: Any) -> None:
     over = state.current_stage >= StateStage.Disconnect
     for host in state.activated_hosts:
         if host in state.failed_hosts:
-            tell("failed", host=host.name)
+            tell("failed", host=host.name, why=reasons.reason(host.name, os.environ))
         elif over:
             tell("done", host=host.name, changed=changes(state, host))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvhost.records import receipts
+from kvhost.reports.kept import reports_dir
+from kvhost.reports.since import note_run
 
 _left: dict[str, dict[str, Any]] = {}
 _verdicts: dict[str, dict[str, str]] = {}
@@ -28,6 +30,7 @@ def keep(host: str) -> str | None:
     folder = receipts.receipts_dir()
     try:
         receipts.keep(folder, host, receipt, _verdicts.get(host))
+        note_run(reports_dir(), host)
     except OSError as error:
         return f"the receipt could not be kept in {folder}: {error}"
     return None

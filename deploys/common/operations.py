@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any, ParamSpec
 
-from pyinfra import context, host, logger
+from pyinfra import context, host
 from pyinfra.api import FileUploadCommand, FunctionCommand, StringCommand, operation
 
 from deploys.common.looks import Ask, NotLooked, ask_file, ask_json, looks
+from deploys.common.reasons import failed
 from kvhost.secrets import Secret
 
 Commands = Generator[Any, None, None]
@@ -277,7 +278,6 @@ def refuse(message: str) -> FunctionCommand:
     """Fails this host, and no other, with a message instead of a traceback."""
 
     def tell(state: Any, host: Any) -> bool:
-        host.log_styled(message, fg="red", log_func=logger.error)
-        return False
+        return failed(host, message)
 
     return FunctionCommand(tell, (), {})

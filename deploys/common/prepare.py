@@ -21,6 +21,7 @@ from deploys.common.journal import keep_journal
 from deploys.common.ollama import prepare_ollama
 from deploys.common.operations import sha256
 from deploys.common.program import against_program
+from deploys.common.reasons import hide
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
@@ -59,6 +60,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 _settings: dict[str, Settings] = {}
 _plans: dict[str, Plan] = {}
+#: host -> why it gave no report that is one
+_unreported: dict[str, str] = {}
 
 
 def pyinfra_keys() -> frozenset[str]:
@@ -148,9 +151,11 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     try:
         key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
         shared = shared_password(settings, os.environ)
+        hide((key, token, shared))
         shared_texts(settings)  # a file that is missing is said before anything is done
         matrix, mirror = the_matrix(), mirror_of(settings)
     except (SecretError, LockError, MirrorError) as error:
+        tell("refused", host=host.name, why=str(error))
         raise DeployError(f"{host.name}: {error}") from error
     progress.tell(host.name, "looked at")
     try:
@@ -179,6 +184,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     try:
         lock = read_lock(REPO / "locks", info, version, own_engine(settings, info))
     except LockError as error:
+        tell("refused", host=host.name, why=str(error))
         raise DeployError(f"{host.name}: {error}") from error
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
     decision = decision_of(report, info, matrix)
@@ -260,6 +266,7 @@ def visit() -> Visit | None:
     try:
         report = gather(settings)
     except ReportError as error:
+        _unreported[host.name] = str(error)
         host.log_styled(str(error), fg="red", log_func=logger.error)
         return None
     return Visit(host.name, run_id(), settings, report, key_is_there(settings, report))
@@ -267,6 +274,11 @@ def visit() -> Visit | None:
 
 def run_id() -> str:
     return f"{RUN_ID}-{digest_of(host.name)[:6]}"  # two entries may be one machine
+
+
+def why_unreported() -> str:
+    """Why visit() came to None, of the host that is worked on."""
+    return _unreported[host.name]
 
 
 def known_plans() -> dict[str, Plan]:

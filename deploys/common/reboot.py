@@ -14,6 +14,7 @@ from pyinfra import logger
 
 from deploys.common.context import Run
 from deploys.common.operations import connector_arguments
+from deploys.common.reasons import failed
 
 IDENTITY = "cut -d ' ' -f 22 /proc/1/stat; cat /proc/sys/kernel/random/boot_id"
 LOOK_S = 3
@@ -45,5 +46,4 @@ def reboot(host: Any, run: Run) -> bool:
             continue
         if now is not None and now != before:
             return True
-    host.log_styled("the host did not come back", fg="red", log_func=logger.error)
-    return False
+    return failed(host, "the host did not come back")

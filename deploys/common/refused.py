@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from pyinfra import context
 from pyinfra.api import operation
 
 from deploys.common.context import Visit
 from deploys.common.operations import Commands, refuse
-from deploys.common.prepare import visit
+from deploys.common.prepare import visit, why_unreported
+
+SEE_THE_PLAN = "refused: nothing was changed on this host; the plan says what to do"
+SEE_ABOVE = "refused: nothing was changed on this host, see above"
 
 
-@operation()
-def refused() -> Commands:
-    """Fails this host, and no other. Nothing on it was touched."""
-    yield refuse("refused: nothing was changed on this host; the plan says what to do")
+def refused(name: str, why: str = SEE_THE_PLAN) -> None:
+    """An operation that fails this host, and no other. Nothing on it was touched.
 
-
-@operation()
-def not_provisioned(base_dir: str) -> Commands:
-    """Fails this host: what is asked of it, only a provisioned host can answer.
-
-    + base_dir: where kvhost would be
+    With --dry, or where the question before a run is answered with no, no operation is run: so the
+    host counts as failed from now on, and pyinfra ends with 1 in any case.
     """
-    yield refuse(f"nothing of kvhost is in {base_dir}: bin/up does that, or set its base_dir")
+    context.state.failed_hosts.add(context.ctx_host.get())
+    _refused(name=name, why=why)
+
+
+def unreported() -> None:
+    """The same of a host that visit() got no report of."""
+    refused(name="the host's report", why=f"it gave no report: {why_unreported()}")
+
+
+@operation()
+def _refused(why: str) -> Commands:
+    """Fails this host.
+
+    + why: what is told
+    """
+    yield refuse(why)
 
 
 def provisioned(script: str, name: str) -> Visit | None:
@@ -29,9 +42,10 @@ def provisioned(script: str, name: str) -> Visit | None:
     an operation ``name`` fails it with the reason."""
     here = visit()
     if here is None:
-        refused(name="the host gave no report")
+        unreported()
     elif here.lacks(script):
-        not_provisioned(name=name, base_dir=here.paths.base_dir)
+        base = here.paths.base_dir
+        refused(name, f"nothing of kvhost is in {base}: bin/up does that, or set its base_dir")
     else:
         return here
     return None

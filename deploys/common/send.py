@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyinfra import logger
 from pyinfra.api import FunctionCommand, StringCommand
 
 from deploys.common.operations import connector_arguments
+from deploys.common.reasons import failed
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,8 @@ def _send(
     state: Any, host: Any, what: str, files: Callable[[], Iterable[Sent]], dest: str, around: str
 ) -> bool:
     def fail(why: str) -> bool:
-        host.log_styled(
-            f"{what} could not be sent: {why}\nWhat is there stays; the next run goes on.",
-            fg="red",
-            log_func=logger.error,
-        )
-        return False
+        said = f"{what} could not be sent: {why}\nWhat is there stays; the next run goes on."
+        return failed(host, said)
 
     def as_root(command: str) -> tuple[bool, str]:
         ok, output = host.run_shell_command(StringCommand(command), **connector_arguments())

@@ -15,6 +15,7 @@ from pyinfra.api.exceptions import DeployError
 from typing_extensions import override
 
 from deploys.common.context import Visit
+from deploys.common.reasons import hide
 from deploys.common.sent import ONHOST, sent
 from kvhost.records.drift import Drift
 from kvhost.report import ReportError
@@ -116,6 +117,7 @@ class Store:
 def secrets_of(settings: Settings) -> tuple[Secret, str | None, Secret | None]:
     """Password, certificate and key, read on the controller. Raises SecretError."""
     password = shared_password(settings, os.environ)
+    hide((password,))
     if password is None:
         raise SecretError("the store has no password: set shared_tier_password_file")
     if settings.shared_store_cert_file is None or settings.shared_store_key_file is None:

@@ -7,7 +7,7 @@ import shlex
 from io import StringIO
 from typing import Any
 
-from pyinfra import host, logger
+from pyinfra import host
 from pyinfra.api import FunctionCommand, StringCommand, operation
 from pyinfra.operations import files
 
@@ -15,6 +15,7 @@ from deploys.common.context import Run
 from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, connector_arguments
 from deploys.common.prepare import against_the_gpu
+from deploys.common.reasons import failed
 from deploys.common.reboot import reboot
 from kvhost.report import ReportError
 
@@ -62,20 +63,14 @@ def install(state: Any, host: Any, run: Run, command: tuple[str, ...]) -> bool:
         return False
     told = json.loads(output.stdout.splitlines()[-1])
     if told["reboot"] and not run.settings.driver_reboot:
-        fail(host, NEEDS_REBOOT)
-        return False
+        return failed(host, NEEDS_REBOOT)
     if told["reboot"] and not reboot(host, run):
         return False
     try:
         left = against_the_gpu(run)
     except ReportError as error:
-        fail(host, f"what the host says after that is no report: {error}")
-        return False
+        return failed(host, f"what the host says after that is no report: {error}")
     for one in left:
         found = f"needed: {one.needed}\n  found: {one.found}\n  fix: {one.fix}"
-        fail(host, f"after that {one.code}: {one.what}\n  {found}")
+        failed(host, f"after that {one.code}: {one.what}\n  {found}")
     return not left
-
-
-def fail(host: Any, message: str) -> None:
-    host.log_styled(message, fg="red", log_func=logger.error)

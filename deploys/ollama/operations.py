@@ -35,6 +35,7 @@ from deploys.common.operations import (
     write_files,
 )
 from deploys.common.ready import ready_commands
+from deploys.common.reasons import failed
 from deploys.common.rendered import own_scripts
 from deploys.common.send import Sent, send
 from kvhost.ollama.dropin import UNIT, dropin_text, variables
@@ -320,14 +321,10 @@ def look_and_judge(state: Any, host: Any, run: Run, held: dict[str, Any], digest
     """False where what is asked of this host is not so, or cannot be told."""
     how = connector_arguments()
 
-    def fail(why: str) -> bool:
-        host.log_styled(why, fg="red", log_func=logger.error)
-        return False
-
     try:
         check_writable(reports_dir())
     except OSError as error:
-        return fail(f"no report could be kept: {error}")
+        return failed(host, f"no report could be kept: {error}")
     verified = shlex.quote(f"{run.paths.state}/verified.json")
     argv = (
         *("python3", run.script("ollama_look"), "--url", api_url(run.settings)),
@@ -341,7 +338,7 @@ def look_and_judge(state: Any, host: Any, run: Run, held: dict[str, Any], digest
     try:
         facts = parse_facts(output.stdout.strip().splitlines()[-1] if ok else "")
     except (ValueError, IndexError) as error:
-        return fail(f"what Ollama said could not be read: {error}; {output.stderr[-300:]}")
+        return failed(host, f"what Ollama said could not be read: {error}; {output.stderr[-300:]}")
     evidence = OllamaEvidence(
         started_unix=begun,
         finished_unix=time.time(),
@@ -354,14 +351,14 @@ def look_and_judge(state: Any, host: Any, run: Run, held: dict[str, Any], digest
     try:
         path = write_report(reports_dir(), report)
     except OSError as error:
-        return fail(f"no report could be kept: {error}")
+        return failed(host, f"no report could be kept: {error}")
     Console(stderr=True).print(verdict_table(run.host, verdict))
     logger.info(f"    [{run.host}] report: {path}")
     code = verdict.exit_code
     tell_summary(run.host, persisted="NO_BY_DESIGN", time=report.time, code=str(code))
     judged(run.host, "NO_BY_DESIGN", report.time)
     if code != 3:
-        return fail(f"{verdict.causes[0].title}: {verdict.causes[0].change}")
+        return failed(host, f"{verdict.causes[0].title}: {verdict.causes[0].change}")
     told = {"receipt": digest, "persisted": "NO_BY_DESIGN", "time": report.time, "events": {}}
     text = StringIO(json.dumps({**told, "kv": evidence.wanted}) + "\n")
     host.put_file(text, f"{run.paths.state}/verified.json", **how)

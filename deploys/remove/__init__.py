@@ -6,16 +6,19 @@ import shlex
 from typing import Any
 
 from pyinfra import host
-from pyinfra.api import operation
+from pyinfra.api import FunctionCommand, operation
 from rich.console import Console
 from rich.table import Table
 
 from deploys.common.context import Visit
 from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, shown
+from deploys.common.reasons import failed
 from deploys.common.sent import ONHOST
 from kvhost.basics import printable
 from kvhost.plan.types import size
+from kvhost.reports.kept import reports_dir
+from kvhost.reports.since import note_removal
 
 
 def argv(at: Visit, *more: str) -> tuple[str, ...]:
@@ -72,6 +75,16 @@ def remove(at: Visit) -> Commands:
     if answer["status"] == "ok" and not answer["data"]["remove"] and not answer["data"]["user"]:
         return
     yield shown(f"{shlex.join(argv(at))} > /dev/null")
+    yield FunctionCommand(noted, (), {})
+
+
+def noted(state: Any, host: Any) -> bool:
+    """That the host was removed is kept where its verdicts are."""
+    try:
+        note_removal(reports_dir(), host.name)
+    except OSError as error:
+        return failed(host, f"removed, but it could not be noted beside its reports: {error}")
+    return True
 
 
 @operation()

@@ -10,13 +10,12 @@ from deploys.storage.operations import (
     check_command,
     drive,
     grow_drive,
-    nothing_claimed,
     nothing_here,
     release_drive,
     wipe_drive,
 )
 
-__all__ = ["deploy", "grow", "nothing_claimed", "nothing_here", "release"]
+__all__ = ["deploy", "grow", "nothing_here", "release"]
 
 
 def asks(run: Run) -> Iterator[Ask]:

@@ -49,13 +49,6 @@ def drive(run: Run) -> Commands:
 
 
 @operation()
-@converges
-def nothing_claimed() -> Commands:
-    """Fails this host: a run for a drive without a drive."""
-    yield refuse("no drive is claimed: set drive_serial or another drive_ setting of this host")
-
-
-@operation()
 def nothing_here() -> Commands:
     """No change: kvhost has no drive on this host."""
     yield from ()

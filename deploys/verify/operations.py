@@ -29,12 +29,14 @@ from deploys.common.operations import (
     unknown_yet,
 )
 from deploys.common.ready import ready_command
+from deploys.common.reasons import because, failed
 from deploys.common.reboot import reboot
 from deploys.common.rendered import Late, look
 from kvhost.llama.evidence import parse_llama
 from kvhost.llama.verdict import judge_llama
 from kvhost.onhost.ready import own_requests
 from kvhost.reports.kept import (
+    Report,
     check_writable,
     make_report,
     reports_dir,
@@ -275,6 +277,14 @@ def tell_last(run: Run, known: dict[str, Any]) -> None:
     )
 
 
+def why_in_short(report: Report) -> str:
+    """Of a verdict that is not PASS."""
+    if report.left_out:
+        return "the server is in use, and the test would restart it: it was left out"
+    causes = report.verdict.causes
+    return causes[0].title if causes else report.verdict.summary
+
+
 #: hosts whose test was left out, because they are in use for instance: nothing has failed
 _not_measured: set[str] = set()
 
@@ -287,7 +297,7 @@ def test_or_go_back(state: Any, host: Any, run: Run, late: Late, digest: str) ->
         host, run, "the restart-persistence test was not passed"
     )
     if not back and (trouble := keep(run.host)):
-        host.log_styled(trouble, fg="red", log_func=logger.error)
+        failed(host, trouble)
     return False
 
 
@@ -296,9 +306,8 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     try:
         check_writable(reports_dir())
     except OSError as error:
-        host.log_styled(f"no report could be kept: {error}", fg="red", log_func=logger.error)
         _not_measured.add(run.host)  # the controller's trouble, not the host's
-        return False
+        return failed(host, f"no report could be kept: {error}")
     config, out = f"{run.paths.state}/verify.json", f"{run.paths.state}/evidence.json"
     how = connector_arguments()
     # a server that is only starting is waited for, and keeps its verdict if it does not come
@@ -306,8 +315,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     ok, _ = host.run_shell_command(StringCommand(shlex.join(wait)), print_output=True, **how)
     if not ok:
         message = "the server does not answer, so there is nothing to test: bin/up mends it"
-        host.log_styled(message, fg="red", log_func=logger.error)
-        return False
+        return failed(host, message)
     # a test that is broken off leaves no old verdict standing; one that was never begun does
     stands, before = f"{run.paths.state}/verified.json", f"{run.paths.state}/verified.before"
     aside = f"rm -f {out}; if [ -e {stands} ]; then mv -f {stands} {before}; fi"
@@ -321,13 +329,11 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         code = collect(host, run, config, out) if reboot(host, run) else None
     spool = BytesIO()
     if code not in (0, IN_USE) or not host.get_file(out, spool, **how):
-        host.log_styled("no evidence could be collected", fg="red", log_func=logger.error)
-        return False
+        return failed(host, "no evidence could be collected")
     try:
         events = how_verified.parse(spool.getvalue().decode())
     except ValueError as error:
-        host.log_styled(f"the evidence is not usable: {error}", fg="red", log_func=logger.error)
-        return False
+        return failed(host, f"the evidence is not usable: {error}")
     limits = Thresholds(min_hit=run.settings.verify_min_hit)
     results = [(how_verified.judge(evidence, limits), evidence) for evidence in events]
     report = make_report(run.host, results, datetime.now(UTC), digest)
@@ -335,10 +341,9 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         path = write_report(reports_dir(), report)
     except OSError as error:  # the disk filled up while the test ran
         what = f"persisted {report.persisted}, but no report could be kept, so it does not count"
-        host.log_styled(f"{what}: {error}", fg="red", log_func=logger.error)
         if report.persisted != "FAIL":
             _not_measured.add(run.host)
-        return False
+        return failed(host, f"{what}: {error}")
     for verdict, evidence in results:
         if evidence.refused is None:
             Console(stderr=True).print(verdict_table(run.host, verdict))
@@ -352,6 +357,8 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         )
     if report.persisted != "FAIL" and any(evidence.refused for _, evidence in results):
         _not_measured.add(run.host)
+    if report.persisted != "PASS":
+        because(run.host, why_in_short(report))
     logger.info(f"    [{run.host}] report: {path}")
     tell_summary(run.host, persisted=report.persisted, time=report.time)
     judged(run.host, report.persisted, report.time)

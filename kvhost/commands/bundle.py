@@ -8,6 +8,7 @@ import click
 
 from kvhost.basics import counted, printable
 from kvhost.commands.matrix import _matrix, locks_dir
+from kvhost.commands.options import DONE_HERE
 from kvhost.engine.bundle import BundleError, bundle_name, make_bundle
 from kvhost.engine.locks import read_lock
 from kvhost.engine.matrix import LockError
@@ -16,7 +17,7 @@ from kvhost.onhost.bundle_check import find_faults
 from kvhost.plan.types import size
 
 
-@click.command("bundle")
+@click.command("bundle", epilog=f"{DONE_HERE} Of --check: 1 it is not as it was made.")
 @click.argument("name", required=False)
 @click.option("--python", metavar="X.Y", help="Python of the host; default: the lock's first.")
 @click.option(

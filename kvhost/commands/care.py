@@ -72,7 +72,7 @@ def told_as_json(
 
 def _silence(row: journal.Row) -> str:
     if row.result != "unreachable":
-        return "it gave no answer"
+        return "it gave no answer" + (f": {row.why}" if row.why else "")
     return "it could not be reached" + (f": {row.why}" if row.why else "")
 
 

@@ -18,6 +18,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from kvhost.basics import counted, printable
 from kvhost.commands.care import ask
+from kvhost.commands.options import DONE_HERE
 from kvhost.commands.run import FLEET_INVENTORY, copy_root, fleet_hosts, pyinfra
 from kvhost.fleet import known_hosts, look
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
@@ -31,7 +32,7 @@ from kvhost.working_copy import CopyError, make
 CANDIDATE = ".kvhost/candidate.yaml"
 
 
-@click.command()
+@click.command(epilog=DONE_HERE)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 def init(folder: Path) -> None:
     """Make a working copy in DIR, or bring one up to date.
@@ -73,7 +74,7 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
 
     Takes the line that a provider shows. A host that is there already, by --name or by address and
     port, gets what is new; the rest of it, comments and order stay. Nothing on the host changes.
-    Exit: 0 written; 1 not reached, or not usable, and nothing written.
+    Exit: 0 written; 1 not reached, or not usable, and nothing written; 2 wrong usage.
     """
     top = copy_root()
     path = top / "fleet.yaml"
@@ -134,7 +135,7 @@ def _alone(top: Path) -> Iterator[None]:
         yield
 
 
-@inventory_group.command("new-key")
+@inventory_group.command("new-key", epilog=DONE_HERE)
 @click.argument("name")
 def inventory_new_key(name: str) -> None:
     """Forget the host key of NAME.

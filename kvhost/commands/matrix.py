@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvhost.commands.options import DONE_HERE
 from kvhost.engine.lock_make import check_lock, lock_path, make_lock
 from kvhost.engine.matrix import LockError, LockInfo, Matrix, load_matrix
 from kvhost.working_copy import CopyError, root
@@ -31,7 +32,7 @@ def _matrix() -> Matrix:
         raise click.ClickException(str(error)) from error
 
 
-@click.command("matrix")
+@click.command("matrix", epilog=DONE_HERE)
 @click.option("--json", "as_json", is_flag=True, help="The matrix as JSON.")
 def matrix_command(as_json: bool) -> None:
     """Which versions fit together, and what was run."""
@@ -77,7 +78,10 @@ def matrix_table(matrix: Matrix) -> Table:
     return table
 
 
-@click.command("lock", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "lock", context_settings={"ignore_unknown_options": True},
+    epilog=f"{DONE_HERE} Of --check: 1 one resolves no more, or a file is offered no more.",
+)  # fmt: skip
 @click.argument("names", nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every lock of the matrix.")
 @click.option("--python", "pythons", multiple=True, metavar="X.Y", help="Only for this Python.")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvhost.basics import printable
 from kvhost.commands.care import ask_all
-from kvhost.commands.up import Runner
+from kvhost.commands.up import INTERRUPTED, Runner
 from kvhost.drives.smart import Wear
 from kvhost.drives.worth import Judged, Measured, judge_drive, mb, parse_measured
 from kvhost.reports.kept import reports_dir, standing_report
@@ -34,7 +34,7 @@ def measure_options(command: Command) -> Command:
         (
             click.option("--measure", is_flag=True, help="Measure the tier with fio; it writes."),
             click.option("--write-gib", type=above, help="GiB that --measure writes to each tier."),
-            click.option("--yes", is_flag=True, help="Do not ask."),
+            click.option("-y", "--yes", is_flag=True, help="Do not ask."),
             click.option("--install", is_flag=True, help="Install the package fio first."),
             click.option("--prefill", type=above, metavar="TOKENS/S",
                          help="What the engine computes; default: from the last restart test."),
@@ -88,6 +88,8 @@ def measure(
     """0: worth it on every host; 1: not on one or more, or it failed; 2: one cannot be told."""
     question = {"write_gib": how_much(write_gib, yes=yes), "seconds": seconds, "install": install}
     code, found, silent = ask_all(run, inventory, "deploys/measure.py", args, question)
+    if code == INTERRUPTED:
+        return code
     told: dict[str, Any] = {name: {"unreadable": [why]} for name, why in silent.items()}
     judged: list[Judged] = []
     for one in found:

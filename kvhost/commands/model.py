@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from kvhost.basics import HF_TOKEN_VARIABLE, counted
+from kvhost.commands.options import DONE_HERE
 from kvhost.plan.types import size
 from kvhost.schema.problems import Refusal
 from kvhost.schema.values import is_hub_id, model_source
@@ -20,7 +21,7 @@ ENDPOINT = "https://huggingface.co"
 LIMIT_S = 30
 
 
-@click.command("model")
+@click.command("model", epilog=DONE_HERE)
 @click.argument("name")
 @click.option("--revision", default="main", show_default=True, help="Branch, tag or commit.")
 def model_command(name: str, revision: str) -> None:

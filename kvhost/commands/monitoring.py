@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from kvhost.commands.care import ask
-from kvhost.commands.options import inventory_option
+from kvhost.commands.options import (
+    DONE_HERE,
+    MORE_ASKED,
+    PASS_ALL,
+    inventory_option,
+    passed_on_really,
+)
 from kvhost.commands.run import copy_root, pyinfra
 from kvhost.commands.up import Runner, stdout_kept
 
@@ -25,7 +31,7 @@ def monitoring_group() -> None:
     """
 
 
-@monitoring_group.command()
+@monitoring_group.command(epilog=DONE_HERE)
 def rules() -> None:
     """Print the alert rules.
 
@@ -34,17 +40,17 @@ def rules() -> None:
     click.echo(file_text("rules"), nl=False)
 
 
-@monitoring_group.command()
+@monitoring_group.command(epilog=DONE_HERE)
 def dashboard() -> None:
     """Print the dashboard, for Grafana's import or its provisioning."""
     click.echo(file_text("dashboard"), nl=False)
 
 
-@monitoring_group.command(context_settings={"ignore_unknown_options": True})
+@monitoring_group.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
 @inventory_option
 @click.option("--port", type=click.IntRange(1, 65535), default=NODE_PORT, show_default=True,
               help="Where node_exporter listens.")  # fmt: skip
-@click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
+@passed_on_really
 @click.pass_context
 def scrape(
     context: click.Context, inventory: str, port: int, pyinfra_args: tuple[str, ...]
@@ -52,7 +58,8 @@ def scrape(
     """Print the hosts as targets of Prometheus.
 
     In the form of file_sd_configs.
-    Exit: 0 all hosts that were asked write their figures; 1 one does not, or gave no answer.
+    Exit: 0 all hosts that were asked write their figures; 1 one does not, or gave no answer; 2
+    wrong usage; 130 broken off.
     """
     with stdout_kept() as stdout:  # a file is made of it
         code, found = targets(pyinfra, inventory, port, pyinfra_args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from kvhost.commands.run import default_inventory
@@ -22,13 +24,44 @@ def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...])
     return words
 
 
+def no_dry(words: tuple[str, ...], instead: str = "") -> tuple[str, ...]:
+    """The words. Raises click.UsageError where pyinfra would run nothing, and so answer nothing."""
+    if "--dry" in words:
+        raise click.UsageError(instead or "--dry: pyinfra would run nothing, and no host be asked")
+    return words
+
+
+def _really(context: click.Context, one: click.Parameter, words: tuple[str, ...]) -> Any:
+    return no_dry(_options_only(context, one, words))
+
+
+def _hosts_first(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> Any:
+    return no_dry(words)
+
+
+def unasked(words: tuple[str, ...]) -> tuple[str, ...]:
+    """pyinfra's arguments without its own question; with -y, --dry would list no operation."""
+    return words if "--dry" in words else ("-y", *words)
+
+
 passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED, callback=_options_only)
-hosts_and_passed_on = click.argument("pyinfra_args", nargs=-1, type=click.UNPROCESSED)
-MORE = (
-    "Further arguments go to pyinfra: --data KEY=VALUE (docs/settings.md), --limit HOST, --dry, -v."
+#: of commands whose answers come from operations
+passed_on_really = click.argument(
+    "pyinfra_args", nargs=-1, type=click.UNPROCESSED, callback=_really
 )
+hosts_and_passed_on = click.argument(
+    "pyinfra_args", nargs=-1, type=click.UNPROCESSED, callback=_hosts_first
+)
+MORE_ASKED = (
+    "Further arguments go to pyinfra: --data KEY=VALUE (docs/settings.md), --limit HOST, -v."
+)
+MORE = MORE_ASKED.replace("-v.", "--dry, -v.")
 VERDICTS = (
-    "Exit: 0 persisted PASS; 1 FAIL, or the run failed; 2 INCONCLUSIVE; 3 a runner that keeps no "
-    "KV on disk (verify alone, up ends with 0); 130 broken off."
+    "Exit: 0 persisted PASS; 1 FAIL, or a host was refused, failed, or was not reached; 2 "
+    "INCONCLUSIVE, or wrong usage; 3 a runner that keeps no KV on disk (verify alone, up ends with "
+    "0); 130 broken off. With --dry: 0, or 1 as above."
 )
+DONE = "Exit: 0 done; 1 refused, failed, or not reached; 2 wrong usage; 130 broken off."
+#: of commands that reach no host
+DONE_HERE = "Exit: 0 done; 1 it failed; 2 wrong usage."
 PASS_ALL = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}

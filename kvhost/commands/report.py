@@ -15,7 +15,7 @@ from kvhost.reports.html import write_pages, write_text
 from kvhost.reports.junit import junit
 from kvhost.reports.kept import Report, reports_dir, why_no_report
 from kvhost.reports.views import HostView, fleet, load_hosts
-from kvhost.verdict.view import history_line, left_out_line, verdict_table
+from kvhost.verdict.view import history_line, left_out_line, since_line, verdict_table
 
 
 @click.command()
@@ -75,6 +75,9 @@ def _show(views: Sequence[HostView], host: str | None, history: bool) -> None:
         stands = view.stands
         if history:
             _lines(console, view.reports)
+        elif view.since is not None and stands is not None:
+            console.print(since_line(view.host, view.since), soft_wrap=True)
+            _lines(console, view.reports[-10:] if host is not None else [stands])
         elif host is not None and stands is not None:
             for result in stands.results:
                 console.print(verdict_table(view.host, result.verdict))

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE
+from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE, SHARED_PASSWORD_VARIABLE
 
 #: logs of more runs than this are removed, the oldest first
 KEPT = 50
@@ -42,7 +42,8 @@ class Mask:
 
 def secrets_of_env(env: Mapping[str, str]) -> list[str]:
     """Values of the variables that kvhost reads secrets from."""
-    return [env[name] for name in (API_KEY_VARIABLE, HF_TOKEN_VARIABLE) if env.get(name)]
+    names = (API_KEY_VARIABLE, HF_TOKEN_VARIABLE, SHARED_PASSWORD_VARIABLE)
+    return [env[name] for name in names if env.get(name)]
 
 
 class Sink:

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvhost import cli
 from kvhost.basics import EXIT_CODES, printable
 from kvhost.commands.care import ask
-from kvhost.commands.options import MORE, PASS_ALL, inventory_option, passed_on
+from kvhost.commands.options import MORE, PASS_ALL, inventory_option, no_dry, passed_on, unasked
 
 
 @click.command("shared", context_settings=PASS_ALL, epilog=MORE)
@@ -39,24 +39,25 @@ def shared_command(
     """Make the store that hosts share KV through.
 
     On the hosts of the inventory that have a shared_store_address (docs/shared-tier.md). Hosts use
-    it by the setting shared_tier, with kvhost up. Exit: 0 done; 1 refused or failed; 2 wrong usage.
-    Of --check: 0 PASS; 1 FAIL, or it failed; 2 INCONCLUSIVE.
+    it by the setting shared_tier, with kvhost up. Exit: 0 done; 1 refused, failed, not reached, or
+    not agreed to; 2 wrong usage; 130 broken off. Of --check: 0 PASS; 1 FAIL, or it failed; 2
+    INCONCLUSIVE.
     """
     if check is not None:
         if remove:
             raise click.UsageError("--check and --remove exclude each other")
-        sys.exit(check_two(inventory, pyinfra_args, *check, as_json=as_json))
+        sys.exit(check_two(inventory, no_dry(pyinfra_args), *check, as_json=as_json))
     if as_json:
         raise click.UsageError("--json: of --check alone")
     if not remove:
-        sys.exit(cli.pyinfra(inventory, "shared.py", ("-y", *pyinfra_args)))
+        sys.exit(cli.pyinfra(inventory, "shared.py", unasked(pyinfra_args)))
     if not yes and "--dry" not in pyinfra_args:
         if not (sys.stdin is not None and sys.stdin.isatty()):
             raise click.ClickException("nothing was removed: no terminal to ask on; add -y")
         if not click.confirm("Remove the store, and all KV that it holds?", default=False):
             click.echo("nothing was removed")
             sys.exit(1)
-    sys.exit(cli.pyinfra(inventory, "deploys/shared_remove.py", ("-y", *pyinfra_args)))
+    sys.exit(cli.pyinfra(inventory, "deploys/shared_remove.py", unasked(pyinfra_args)))
 
 
 def check_two(

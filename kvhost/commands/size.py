@@ -114,8 +114,8 @@ def size_command(
     """Bytes of KV, and whether a drive is worth it.
 
     MODEL is a directory, a config.json, a .gguf file, or an id (org/name) in the Hugging Face cache
-    of this machine. Nothing is downloaded. Exit: 0; 1 if the architecture is not known or the
-    weights do not fit into the GPU.
+    of this machine. Nothing is downloaded. Exit: 0; 1 if the architecture is not known, or the
+    weights do not fit into the GPU; 2 wrong usage.
     """
     if plot and not (drive_mb_s and prefill):
         raise click.UsageError("--plot shows times: give --drive-mb-s and --prefill too")

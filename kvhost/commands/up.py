@@ -158,7 +158,7 @@ def _ready(run: Runner, inventory: str, args: tuple[str, ...], path: Path) -> li
         if row.result == "refused":
             journal.tell("refused", host=row.host, why=row.why)
         elif row.result not in (*journal.GOOD, "unreachable"):
-            journal.tell("error", host=row.host, name="plan")
+            journal.tell("error", host=row.host, name=row.step or "plan", why=row.why)
     ready = [row.host for row in rows.values() if row.result in journal.GOOD]
     if not ready:
         click.echo(f"nothing was done: {none_done(rows.values())}")
@@ -198,8 +198,7 @@ def _unhealthy(
     why = dict.fromkeys(names, "it gave no answer") | {row["host"]: row["why"] for row in found}
     for name, reason in why.items():
         if reason is not None:
-            journal.tell("error", host=name, name="health after the batch")
-            journal.tell("why", host=name, why=reason)
+            journal.tell("error", host=name, name="health after the batch", why=reason)
     rows = journal.read_journal(path).rows
     return [rows[name] for name, reason in why.items() if reason is not None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from kvhost.reports.kept import (
     standing,
     why_no_report,
 )
+from kvhost.reports.since import Since, last_removal, since
 from kvhost.verdict.evidence import EVENTS
 from kvhost.verdict.foreign_evidence import ForeignEvidence
-from kvhost.verdict.view import history_line, left_out_line, verdict_table
+from kvhost.verdict.view import history_line, left_out_line, since_line, verdict_table
 
 
 @click.command(context_settings=PASS_ALL, epilog=f"{VERDICTS} {MORE}")
@@ -72,6 +74,7 @@ def status(as_json: bool, all_of_them: bool) -> None:
 
     Of the hosts in fleet.yaml; where there are none, of all but servers of others (verify --url).
     A test that was left out because the server was in use takes nothing away from the one before.
+    Of a host that was removed, or changed and not tested since, no verdict stands: it is said when.
     Exit: 0 all PASS; 1 one FAIL or more; 2 one INCONCLUSIVE or more, or no verdict of a host; 3
     none of these, and a runner that keeps no KV on disk (Ollama).
     """
@@ -86,26 +89,32 @@ def status(as_json: bool, all_of_them: bool) -> None:
     reports = [one for one in found if all_of_them or _counts(one, names)]
     apart = [one for one in found if one not in reports]
     without = [name for name in names if name not in {one.host for one in reports}]
+    gone = {one.host: why for one in found if (why := since(reports_dir(), one)) is not None}
     if as_json:
         verdicts: dict[str, Any] = dict.fromkeys(without)
-        verdicts |= {r.host: r.model_dump(mode="json", by_alias=True) for r in reports}
+        verdicts |= {one.host: _as_json(one, gone.get(one.host)) for one in reports}
         click.echo(json.dumps(verdicts, indent=1))
         for later in (left_out[one.host] for one in reports if one.host in left_out):
             click.echo(left_out_line(later).plain, err=True)
     else:
-        _show(reports, left_out)
+        _show(reports, left_out, gone)
         if not reports and not without:
             click.echo("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
     for name in without:
-        click.echo(f"{printable(name)}: no verdict yet", err=as_json)
+        removed, again = last_removal(reports_dir(), name)
+        when = f"removed at {removed} by kvhost remove, " if removed and not again else ""
+        click.echo(f"{printable(name)}: {when}no verdict yet", err=as_json)
     if apart:
         of = "not in fleet.yaml" if names else "servers of others"
         click.echo(f"\nNot counted, for they are {of} (--all counts them):", err=as_json)
     console = Console(stderr=as_json)
     for one in apart:
+        if one.host in gone:
+            console.print(since_line(one.host, gone[one.host]), soft_wrap=True)
         console.print(history_line(one), soft_wrap=True)
     broken = missing if all_of_them or not names else 0  # of the fleet's they are in `without`
-    codes = [one.exit_code for one in reports] + [2] * (broken + len(without))
+    codes = [2 if one.host in gone else one.exit_code for one in reports]
+    codes += [2] * (broken + len(without))
     sys.exit(cli.worst(codes))
 
 
@@ -115,9 +124,19 @@ def _counts(report: Report, names: list[str]) -> bool:
     return not any(isinstance(one.evidence, ForeignEvidence) for one in report.results)
 
 
-def _show(reports: list[Report], left_out: dict[str, Report]) -> None:
+def _as_json(report: Report, gone: Since | None) -> dict[str, Any]:
+    """The report; of a host that is not what it was then no verdict, and the report as "before"."""
+    told = report.model_dump(mode="json", by_alias=True)
+    return told if gone is None else {"persisted": None, **asdict(gone), "before": told}
+
+
+def _show(reports: list[Report], left_out: dict[str, Report], gone: dict[str, Since]) -> None:
     console = Console()
     for one in reports:
+        if one.host in gone:
+            console.print(since_line(one.host, gone[one.host]), soft_wrap=True)
+            console.print(history_line(one), soft_wrap=True)
+            continue
         for result in one.results:
             console.print(verdict_table(one.host, result.verdict))
         console.print(history_line(one), soft_wrap=True)

@@ -14,6 +14,7 @@ from kvhost.plan.drives import drive_actions, drive_notes, drive_refusals
 from kvhost.plan.host import alive, installed, nvidia, on_address, own_pids
 from kvhost.plan.pod import pod_notes, pod_refusals
 from kvhost.plan.refusals import any_runner, own_services
+from kvhost.plan.replaced import replaced_notes
 from kvhost.plan.types import Action, Plan, PlanInputs, Refusal, State, unreadable
 from kvhost.records.receipt import system_of
 from kvhost.report import HostReport
@@ -43,7 +44,7 @@ def make_ollama_plan(
     return Plan(
         tuple(_actions(settings, report, facts, more.look)),
         tuple(dict.fromkeys(_refusals(settings, report, facts, more))),
-        tuple(_notes(settings, report, more)),
+        (*replaced_notes(settings, report, facts), *_notes(settings, report, more)),
     )
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import engine_pip, engine_program
+    from kvhost.onhost import bounded, engine_pip, engine_program
     from kvhost.onhost.engine_whole import (
         damaged,
         gpu_driver,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         write_marker,
     )
 else:  # they lie beside this file on a host, where there is no package kvhost
+    import bounded
     import engine_pip
     import engine_program
     from engine_whole import (
@@ -258,21 +259,21 @@ class Build:
         try:
             with open(self.args.service_env, encoding="utf-8") as handle:
                 env = json.load(handle)
-            done = subprocess.run(
-                with_parent(argv, self.args.user), env=env, cwd=env.get("HOME", "/"),
-                capture_output=True, text=True, check=False, timeout=ABI_LIMIT_S,
+            done = bounded.run(
+                with_parent(argv, self.args.user), ABI_LIMIT_S, tail=True,
+                env=env, cwd=env.get("HOME", "/"),
             )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise Failed(f"the ABI check did not end within {ABI_LIMIT_S} s") from error
+        except bounded.TooMuch as error:
+            raise Failed(f"the ABI check: {error}") from error
         try:
-            result = json.loads(done.stdout.strip().splitlines()[-1])
+            result = json.loads(done.out.strip().splitlines()[-1])
             checks: list[dict[str, str]] = result["checks"]
             for check in checks:
                 say(f"  {check['state']:<14} {check['name']:<22} {check['detail']}")
             ok = result["ok"] is True
         except (ValueError, LookupError, TypeError):
-            why = tail(done.stderr)
-            raise Failed(f"the ABI check gave no result (exit {done.returncode}):\n{why}") from None
+            why = tail(done.err)
+            raise Failed(f"the ABI check gave no result (exit {done.code}):\n{why}") from None
         if not ok:
             failed = [check["name"] for check in checks if check["state"] == "failed"]
             raise Failed(f"the ABI check failed: {', '.join(failed)} (see above)")

@@ -10,10 +10,16 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import urllib.parse
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING or __package__:
+    from kvhost.onhost import bounded
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import bounded
+
+LIMIT_S = 120
 #: the host's own variables that say where uv gets files; all its others would change the result
 KEPT = (
     "UV_INDEX", "UV_DEFAULT_INDEX", "UV_EXTRA_INDEX_URL", "UV_HTTP_", "UV_CONCURRENT_",
@@ -48,12 +54,10 @@ SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 
 def read_settings(python: str) -> dict[str, str]:
     """Settings of pip on this host: {"index-url": "…", …}. Raises OSError, ValueError."""
-    done = subprocess.run(
-        [python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise ValueError(f"{python} -m pip config list: {mask(done.stderr.strip())}")
-    return parse_settings(done.stdout)
+    done = bounded.run([python, "-m", "pip", "config", "list"], LIMIT_S)
+    if done.code != 0:
+        raise ValueError(f"{python} -m pip config list: {mask(done.err.strip()[-2000:])}")
+    return parse_settings(done.out)
 
 
 def of_bundle(bundle: str) -> dict[str, str]:

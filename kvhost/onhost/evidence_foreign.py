@@ -36,7 +36,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,11 +45,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvhost.onhost import bounded
     from kvhost.onhost import evidence_foreign_parts as parts
     from kvhost.onhost import evidence_probe as probe
     from kvhost.onhost.evidence_steps import SIGNALS, Interrupted, InUse, run_step
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import bounded
     import evidence_foreign_parts as parts
     import evidence_probe as probe
     from evidence_steps import SIGNALS, Interrupted, InUse, run_step
@@ -277,20 +278,11 @@ class Collector:
         started = time.monotonic()
         try:
             with tempfile.TemporaryFile() as output:  # a pipe would wait for what inherits it
-                done = subprocess.run(
-                    self.config["restart"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=self.limits["restart_s"],
-                    check=False,
-                    start_new_session=True,
-                )
-                outcome["exit_code"] = done.returncode
-                output.seek(0)
-                said = output.read().decode(errors="replace")[-300:]
-            if done.returncode:
-                raise ValueError(f"exit {done.returncode}: " + probe.scrub(said, self.key))
+                code = bounded.run_into(output, self.config["restart"], self.limits["restart_s"])
+                outcome["exit_code"] = code
+                said = bounded.last_of(output)[-300:]
+            if code:
+                raise ValueError(f"exit {code}: " + probe.scrub(said, self.key))
             self.wait_ready(old, started)
             outcome["ready_s"] = round(time.monotonic() - started, 2)
         finally:

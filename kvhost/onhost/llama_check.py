@@ -11,19 +11,21 @@ of restarts. Exit: 0 ok, 1 not.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __package__:
+    from kvhost.onhost import bounded
+else:  # it lies beside this file on a host, where there is no package kvhost
+    import bounded
 
 NAME = "llama-server"
 LIMIT_S = 60
-LIMIT_BYTES = 4 << 20
 #: flags that kvhost/services/llama.py gives; one that is missing would end the server at its start
 FLAGS = (
     *("--model", "--alias", "--host", "--port", "--ctx-size", "--parallel", "--no-kv-unified"),
@@ -36,38 +38,10 @@ Found = tuple[bool, str]
 def said(argv: list[str]) -> tuple[int, str]:
     """Exit code and all it printed; 127 and why when it cannot be started, or does not end."""
     try:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        done = bounded.run(argv, LIMIT_S, stderr=subprocess.STDOUT)
     except OSError as error:
         return 127, str(error)
-    late = threading.Event()
-
-    def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    def too_late() -> None:
-        late.set()
-        end()
-
-    timer = threading.Timer(LIMIT_S, too_late)
-    timer.start()
-    try:
-        text = process.stdout.read(LIMIT_BYTES + 1) if process.stdout else b""
-        if len(text) > LIMIT_BYTES:
-            end()
-        process.wait()
-    finally:
-        timer.cancel()
-    if process.stdout:
-        process.stdout.close()
-    if len(text) > LIMIT_BYTES:
-        return 127, f"it prints more than {LIMIT_BYTES >> 20} MiB"
-    if late.is_set():
-        return 127, f"it has not ended within {LIMIT_S} s"
-    return process.returncode, text.decode(errors="replace")
+    return done.code, done.out
 
 
 def last_line(text: str) -> str:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
+    from kvhost.onhost import bounded
     from kvhost.onhost.masking import mask_text
     from kvhost.onhost.service_names import adopted
     from kvhost.onhost.service_names import names as service_names
 else:  # it lies beside this file on a host, where there is no package kvhost
+    import bounded
     from masking import mask_text
     from service_names import adopted
     from service_names import names as service_names
@@ -35,6 +37,7 @@ OLLAMA = "ollama"
 UNIT = "kvhost-{}.service"
 #: bytes read from the end of each file
 MOST_BYTES = 4 << 20
+JOURNAL_S = 60
 MOST_ERRORS, MOST_LINES = 3, 60
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
@@ -141,12 +144,12 @@ def read_journal(name: str) -> list[str] | None:
     if known.returncode != 0:
         return None
     argv = ["journalctl", "--no-pager", "-q", "-u", unit, "-n", "20000", "-o", "short-iso"]
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode != 0:
-        raise OSError(f"journalctl: {done.stderr.strip()}")
+    done = bounded.run(argv, JOURNAL_S, MOST_BYTES, tail=True)
+    if done.code != 0:
+        raise OSError(f"journalctl: {done.err.strip()[-600:]}")
     # 2026-11-29T19:51:02+0000 HOST PROGRAM[PID]: text
     head = re.compile(r"^(\S+)T(\S+?)[+-]\d+ \S+ \S+: ")
-    return [head.sub(r"\1 \2 ", line) for line in done.stdout.splitlines()]
+    return [head.sub(r"\1 \2 ", line) for line in done.out.splitlines()]
 
 
 def parsed(raw: list[str], now: datetime.datetime) -> list[Line]:

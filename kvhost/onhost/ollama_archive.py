@@ -30,17 +30,21 @@ from typing import IO, TYPE_CHECKING
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import archives, engine
+    from kvhost.onhost import archives, bounded, engine
     from kvhost.onhost.engine import Failed, say
     from kvhost.onhost.engine_whole import is_complete, tree_manifest, write_marker
 else:  # it lies beside this file on a host, where there is no package kvhost
     import archives
+    import bounded
     import engine
     from engine import Failed, say
     from engine_whole import is_complete, tree_manifest, write_marker
 
 PROGRAM = "bin/ollama"
 BLOCK = 1 << 20
+#: bytes that are read past the end of a tar
+PADDING = 64 << 20
+LIMIT_S = 60
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 VERSION = re.compile(r"(?:client version is|ollama version is) (\S+)")
 
@@ -104,9 +108,23 @@ def unpacked_stream(path: str) -> Iterator[IO[bytes]]:
         if process.stdout is None:
             raise Failed(f"{tool} gave no output")
         yield process.stdout
-        process.stdout.read()  # what pads the tar; else it would end by a broken pipe
+        left = PADDING  # behind the tar's end; else it would end by a broken pipe
+        while left > 0 and (block := process.stdout.read(BLOCK)):
+            left -= len(block)
+        if left <= 0:
+            process.kill()
+            raise Failed(f"{path} holds more than {PADDING >> 20} MiB behind the end of its tar")
     if process.returncode != 0:
         raise Failed(f"{tool} -dc {path} ended with {process.returncode}")
+
+
+def said(argv: list[str], user: str, env: dict[str, str]) -> bounded.Said:
+    """What a program says as the service's user. Raises Failed."""
+    try:
+        return bounded.run(engine.with_parent(argv, user), LIMIT_S, env=env, cwd="/")
+    except OSError as error:
+        what = " ".join([os.path.basename(argv[0]), *argv[1:]])
+        raise Failed(f"{what}: {error}") from error
 
 
 def prove(env: str, user: str) -> list[dict[str, str]]:
@@ -114,23 +132,17 @@ def prove(env: str, user: str) -> list[dict[str, str]]:
     program = os.path.join(env, PROGRAM)
     if not os.path.isfile(program) or not os.access(program, os.X_OK):
         raise Failed(f"there is no {PROGRAM} in it: this is no archive of Ollama's for Linux")
-    libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)
-    missing = re.findall(r"(?m)^\s*(\S+) => not found", libraries.stdout)
+    libraries = said(["ldd", program], user, {"PATH": "/usr/bin:/bin", "LC_ALL": "C"})
+    missing = re.findall(r"(?m)^\s*(\S+) => not found", libraries.out)
     if missing:
         raise Failed(f"{PROGRAM} lacks libraries on this host: {', '.join(missing)}")
     # a port that nobody listens on: it tells its own version, and not that of a server
     settings = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "OLLAMA_HOST": "127.0.0.1:1"}
-    try:
-        done = subprocess.run(
-            engine.with_parent([program, "--version"], user), env=settings, cwd="/",
-            capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{PROGRAM} --version: {error}") from error
-    version = VERSION.search(done.stdout + done.stderr)
-    if done.returncode != 0 or version is None:
-        said = engine.tail(done.stderr or done.stdout, 3) or "nothing"
-        raise Failed(f"{PROGRAM} --version ended with {done.returncode} and said: {said}")
+    done = said([program, "--version"], user, settings)
+    version = VERSION.search(done.out + done.err)
+    if done.code != 0 or version is None:
+        words = engine.tail(done.err or done.out, 3)[-600:] or "nothing"
+        raise Failed(f"{PROGRAM} --version ended with {done.code} and said: {words}")
     return [
         {"name": "libraries resolve", "state": "ok", "detail": "ldd"},
         {"name": "runs as the user", "state": "ok", "detail": f"version {version.group(1)}"},

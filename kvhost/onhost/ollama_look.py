@@ -19,7 +19,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ else:  # it lies beside this file on a host, where there is no package kvhost
     from report_parts import Absent, part
 
 Data = dict[str, Any]
+#: characters of a log that are held at once
+LONGEST = 1 << 16
 #: what the size of a token's KV depends on, without the architecture's name before it
 SHAPE = (
     *("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"),
@@ -108,11 +110,17 @@ def loaded(url: str, name: str) -> Data:
     return {key: one.get(key) for key in ("context_length", "size", "size_vram", "expires_at")}
 
 
+def short_lines(handle: IO[str]) -> Iterator[str]:
+    """What a program wrote may have no end of a line in it."""
+    while line := handle.readline(LONGEST):
+        yield line
+
+
 def lines_of(unit: str | None, log: str | None) -> Iterator[str]:
     """The log of the process that runs now. Raises Trouble, OSError, Absent."""
     if log is not None:
         with open(log, encoding="utf-8", errors="replace") as handle:
-            yield from handle
+            yield from short_lines(handle)
         return
     invocation = shown_by_systemd(unit or "").get("InvocationID")
     if not invocation:
@@ -121,7 +129,8 @@ def lines_of(unit: str | None, log: str | None) -> Iterator[str]:
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
     ) as journal:
-        yield from journal.stdout or ()
+        if journal.stdout is not None:
+            yield from short_lines(journal.stdout)
     if journal.returncode != 0:
         raise Trouble(f"journalctl ended with {journal.returncode}")
 

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -27,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
+    from kvhost.onhost import bounded
     from kvhost.onhost.ollama_look import Unusable, listed, reason
     from kvhost.onhost.report_parts import Absent
 else:  # it lies beside this file on a host, where there is no package kvhost
+    import bounded
     from ollama_look import Unusable, listed, reason
     from report_parts import Absent
 
@@ -137,9 +138,10 @@ def create(args: argparse.Namespace, name: str) -> None:
         file.write(f"FROM {args.gguf}\n")
         file.flush()
         argv = [args.program, "create", name, "-f", file.name]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise Failed(f"{name} could not be made of {args.gguf}: {done.stderr.strip()[-600:]}")
+        # it shows its progress, for as long as it copies
+        done = bounded.run(argv, PULL_S, tail=True, env=env)
+    if done.code != 0:
+        raise Failed(f"{name} could not be made of {args.gguf}: {done.err.strip()[-600:]}")
 
 
 def ensure(args: argparse.Namespace) -> None:

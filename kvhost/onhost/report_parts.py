@@ -13,7 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvhost.onhost.bounded import run as bounded
+else:  # it lies beside this file
+    from bounded import run as bounded
 
 ROOT = Path("/")  # tests put a directory with its own proc, sys and etc here
 Data = dict[str, Any]
@@ -116,8 +121,5 @@ def run(argv: list[str], uid: int | None = None, gids: list[int] | None = None) 
     more: Data = {} if uid is None else {"user": uid}
     if uid is not None and gids:
         more.update(group=gids[0], extra_groups=gids)
-    got: subprocess.CompletedProcess[Any] = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        timeout=15, cwd="/", check=False, **more,
-    )  # fmt: skip
-    return got.returncode, bytes(got.stdout).decode(errors="replace")
+    got = bounded(argv, 15, stderr=subprocess.DEVNULL, cwd="/", **more)
+    return got.code, got.out

@@ -25,6 +25,7 @@ from kvhost.plan.llama import SERVICES as LLAMA_SERVICES
 from kvhost.plan.llama import loopback_notes
 from kvhost.plan.pod import pod_notes
 from kvhost.plan.refusals import find_refusals
+from kvhost.plan.replaced import replaced, replaced_notes
 from kvhost.plan.shared import shared_notes
 from kvhost.plan.storage import model_to_store
 from kvhost.plan.types import (
@@ -289,7 +290,7 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
         return Action("verify", f"no {what} (verify = never)", "keep")
     restarted = [words for name, _, words in planned(settings) if name != "pruner"]
     cost = f"restarts {' and '.join(restarted[:2])}"
-    if persisted not in ("PASS", None):
+    if persisted not in ("PASS", None) and replaced(settings, report) is None:
         what = f"{what} again: the last verdict is {persisted}"
     if settings.verify == "always" or "change" in states or persisted != "PASS":
         return Action("verify", what, "change", cost)
@@ -299,7 +300,7 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
 
 
 def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[str]:
-    notes = [*facts.derived]
+    notes = [*replaced_notes(settings, report, facts), *facts.derived]
     kvhost, adoptable, users = report.kvhost.data, report.adoptable.data, report.users.data
     if facts.third_party and settings.runner == "llama_server":
         notes.append(

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvhost.onhost.kept import kept
 from kvhost.plan.host import installed
+from kvhost.plan.replaced import replaced
 from kvhost.plan.types import Action, PlanInputs, Refusal, size, unreadable
 from kvhost.report import Built, HostReport, Kvhost
 from kvhost.settings import Settings
@@ -64,7 +65,10 @@ def after_a_pass(kvhost: Kvhost, facts: PlanInputs) -> list[Built]:
 
 
 def upgrade_notes(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[str]:
-    """What switching to another environment means, where one is in use already."""
+    """What switching to another environment means, where one is in use already; of another runner
+    replaced_notes() tells."""
+    if replaced(settings, report) is not None:
+        return
     kvhost = report.kvhost.data
     good = kvhost.good.data if kvhost else None
     if not isinstance(good, dict) or kvhost is None:

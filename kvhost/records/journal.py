@@ -125,7 +125,8 @@ def _shown(word: str) -> str:
 
 @dataclass
 class Row:
-    """One host of a run. ``step``: the operation at which it failed or was broken off."""
+    """One host of a run. ``step``: the operation at which it failed or was broken off; ``why``: the
+    reason in short, of a host that failed never None."""
 
     host: str
     result: Result = "not started"
@@ -172,6 +173,9 @@ def read_journal(path: Path) -> Told:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             _take(told, json.loads(line))
+    for row in told.rows.values():
+        if row.result == "failed" and not row.why:
+            row.why = f"{row.step or 'it failed before its first step'}: the run's log says more"
     return told
 
 
@@ -207,6 +211,7 @@ def _of_host(row: Row, event: dict[str, Any]) -> None:
     elif kind == "error":
         if row.result != "refused":
             row.result, row.step = "failed", event["name"]
+            row.why = row.why or event.get("why")
     elif kind == "why":
         row.why = event["why"]
     elif kind == "done":
@@ -215,6 +220,7 @@ def _of_host(row: Row, event: dict[str, Any]) -> None:
     elif kind == "failed":
         if row.result not in ("refused", "failed"):
             row.result = "failed"
+            row.why = row.why or event.get("why")
     elif kind == "verdict":
         row.persisted = event["persisted"]
     elif kind == "untested":

@@ -184,6 +184,7 @@ def host_page(view: HostView) -> str:
             unreadable=[path.name for path in view.unreadable],
             latest_unreadable=view.latest_unreadable,
             not_made=_when(later.time) if later else None,
+            since=view.since.words if view.since else None,
         )
     )
 
@@ -201,6 +202,7 @@ def _card(view: HostView) -> dict[str, Any]:
         "deciding": _event(event_view(latest.result)) if latest else None,
         "unreadable": len(view.unreadable),
         "not_made": _when(later.time) if later else None,
+        "since": view.since.words if view.since else None,
     }
 
 

@@ -2,7 +2,8 @@
 
 A host is a testsuite, an event a testcase, its conditions are the testcase's properties. FAIL is a
 <failure>. INCONCLUSIVE is an <error>, never <skipped>: a CI counts a skipped test as good, and a
-test that cannot tell is not. A newest report that cannot be read is an <error>, too. NO_BY_DESIGN
+test that cannot tell is not. A newest report that cannot be read is an <error>, too, and a host
+that was removed or changed after it. NO_BY_DESIGN
 is <skipped>, for nothing could be tested, unless what is asked of such a host is not so.
 """
 
@@ -64,8 +65,12 @@ def _case(suite: ElementTree.Element, host: str, event: EventView) -> None:
 def _suite(root: ElementTree.Element, view: HostView) -> None:
     suite = _element(root, "testsuite", name=view.host)
     report = view.stands
-    if report is not None:
+    if report is not None and view.since is None:
         _fill(suite, view, report)
+    if view.since is not None:
+        name = "the verdict is of what is there"
+        case = _element(suite, "testcase", classname=f"kvhost.{view.host}", name=name, time="0")
+        _element(case, "error", message=f"this host was {view.since.words}", type="of-before")
     if view.latest_unreadable:
         name = "the newest report can be read"
         case = _element(suite, "testcase", classname=f"kvhost.{view.host}", name=name, time="0")

@@ -15,6 +15,7 @@ from kvhost.basics import host_folder
 from kvhost.llama.evidence import LlamaEvidence, LlamaRequest
 from kvhost.ollama.facts import OllamaEvidence
 from kvhost.reports.kept import Report, Result, list_reports, load_report, standing
+from kvhost.reports.since import Since, since
 from kvhost.verdict.evidence import Event, Evidence
 from kvhost.verdict.facts import Facts
 from kvhost.verdict.foreign_evidence import ForeignEvidence
@@ -52,12 +53,14 @@ class EventView:
 
 @dataclass(frozen=True)
 class HostView:
-    """A host with its reports, oldest first. ``unreadable``: files that are no reports."""
+    """A host with its reports, oldest first. ``unreadable``: files that are no reports; ``since``:
+    what happened to the host after the one that would stand."""
 
     host: str
     folder: str
     reports: list[Report]
     unreadable: list[Path]
+    since: Since | None = None
 
     @property
     def latest(self) -> Report | None:
@@ -87,9 +90,11 @@ class HostView:
 
     @property
     def standing(self) -> Standing:
-        """The verdict that stands; NONE where the newest file cannot be read."""
+        """The verdict that stands; NONE where the newest file cannot be read, or the host is not
+        what it was when it was tested."""
         report = self.stands
-        return "NONE" if report is None or self.latest_unreadable else report.persisted
+        none = report is None or self.latest_unreadable or self.since is not None
+        return "NONE" if none or report is None else report.persisted
 
 
 EVENT_TITLES: dict[Event | Literal["command", "none"], str] = {
@@ -190,18 +195,20 @@ def load_hosts(folder: Path, host: str | None = None) -> list[HostView]:
             view.unreadable.append(path)
             continue
         view.reports.append(report)
-    named = [
-        HostView(
-            view.reports[-1].host if view.reports else name, name, view.reports, view.unreadable
-        )
-        for name, view in found.items()
-    ]
+    named = []
+    for name, view in found.items():
+        stands = view.stands
+        told = stands.host if stands else name
+        after = since(folder, stands) if stands else None
+        named.append(HostView(told, name, view.reports, view.unreadable, after))
     return sorted(named, key=lambda view: view.host)
 
 
 class FleetHost(BaseModel):
     """``persisted``: the verdict that stands, of the report of ``time``; NONE where the newest file
-    is not readable. ``left_out``: time of a newer report, whose test was left out."""
+    is not readable, or the host was removed or changed after the newest report, at ``removed`` and
+    ``changed`` (provisioned again, where it was removed). ``left_out``: time of a newer report,
+    whose test was left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -209,6 +216,8 @@ class FleetHost(BaseModel):
     persisted: Standing
     time: str | None
     left_out: str | None
+    removed: str | None
+    changed: str | None
     reports: list[Report]
     unreadable: list[str]
 
@@ -230,6 +239,8 @@ def fleet(views: Sequence[HostView]) -> Fleet:
                 persisted=view.standing,
                 time=view.stands.time if view.stands and view.standing != "NONE" else None,
                 left_out=view.left_out.time if view.left_out else None,
+                removed=view.since.removed if view.since else None,
+                changed=view.since.changed if view.since else None,
                 reports=view.reports,
                 unreadable=[path.name for path in view.unreadable],
             )

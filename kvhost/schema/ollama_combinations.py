@@ -45,8 +45,9 @@ MEANINGLESS = {
     "more_runners": _ONE,
     "verify_runner": _ONE,
     **dict.fromkeys(("gpus", "gpu_memory_share", "tensor_parallel_size"), _GPU),
-    **dict.fromkeys(("shared_tier", "shared_tier_password_file", "shared_tier_ca_file"), _SHARED),
-    "shared_tier_timeout_s": _SHARED,
+    **dict.fromkeys(("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"), _SHARED),
+    "shared_tier_password_file": f"{_SHARED}, and this host has no store for others "
+    "(shared_store_address)",
     **dict.fromkeys(
         ("monitoring", "monitoring_textfile_dir"),
         "its figures are of vLLM, the cache server and the tier",
@@ -71,7 +72,8 @@ def ollama_problems(s: Settings) -> _Found:
     if s.runner != "ollama":
         yield from _of_another_runner(s)
         return
-    for key in given(s, MEANINGLESS):
+    of_a_store = {"shared_tier_password_file"} if s.shared_store_address is not None else set()
+    for key in given(s, MEANINGLESS.keys() - of_a_store):
         yield _found(("runner", key), f"{key} means nothing: {MEANINGLESS[key]}", f"{key} left out")
     yield from _model(s)
     yield from _flash(s)

@@ -165,11 +165,11 @@ def shared_problems(s: Settings, password_in_env: bool) -> Iterator[tuple[frozen
             )
     else:
         for key, what in _without_a_tier(s):
-            yield found(
-                (key, "shared_tier"),
-                f"{what}, and none is named",
-                f"shared_tier = 'rediss://store.example.org:6379', or {key} left out",
-            )
+            uses_one = s.runner == "vllm" and not s.native
+            named = "shared_tier" if uses_one else "shared_store_address"
+            value = "rediss://store.example.org:6379" if uses_one else "10.0.0.5"
+            write = f"{named} = '{value}', or {key} left out"
+            yield found((key, named), f"{what}, and none is named", write)
     yield from _store_problems(s, has_password, password)
 
 

@@ -26,7 +26,7 @@ from kvhost.verdict.types import Thresholds
 
 ONHOST = Path(__file__).resolve().parents[1] / "onhost"
 SCRIPTS = ("evidence_foreign.py", "evidence_foreign_parts.py", "evidence_probe.py",
-           "evidence_steps.py")  # fmt: skip
+           "evidence_steps.py", "bounded.py")  # fmt: skip
 LOCAL = "local"
 #: Token ids at both ends of a vocabulary are often special; prompts are drawn between them.
 SPECIAL_IDS = 20

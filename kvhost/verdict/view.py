@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvhost.basics import printable
 from kvhost.reports.kept import Report
+from kvhost.reports.since import Since
 from kvhost.verdict.types import Condition, Verdict
 
 _COLOUR = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow",
@@ -81,6 +82,11 @@ def left_out_line(report: Report) -> Text:
         "in use. When it may be disturbed: kvhost verify --disrupt"
     )
     return Text(words, "yellow")
+
+
+def since_line(host: str, since: Since) -> Text:
+    """That the last verdict does not stand any more, and why."""
+    return Text(f"{printable(host)}: {since.words}", "yellow")
 
 
 def history_line(report: Report) -> Text:

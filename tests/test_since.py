@@ -1,0 +1,184 @@
+"""A host that was removed or changed after its last verdict: none stands, wherever it is shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from kvhost import cli
+from kvhost.basics import host_folder
+from kvhost.commands import run as cli_run
+from kvhost.records import receipts
+from kvhost.reports import since as module
+from kvhost.reports.html import write_pages
+from kvhost.reports.junit import junit
+from kvhost.reports.kept import TIME_FORMAT
+from kvhost.reports.views import fleet, load_hosts
+from tests.report_cases import FAILING, NOON, PASSING, REFUSED, keep
+
+pytestmark = pytest.mark.verdict
+RECEIPT = {"engine": {"digest": "a"}, "files": {}}
+OTHER = {"engine": {"digest": "b"}, "files": {}}
+
+
+def digest(receipt: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(receipt, sort_keys=True).encode()).hexdigest()
+
+
+def time(day: int) -> str:
+    return (NOON + timedelta(days=day)).strftime(TIME_FORMAT)
+
+
+class Site:
+    """A controller: what it keeps, and the day on which it is."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reports, self.receipts = folder / "reports", folder / "receipts"
+        self.day = 0
+        for name in ("reports", "receipts"):
+            monkeypatch.setenv(f"KVHOST_{name.upper()}", str(folder / name))
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(cli_run, "root", lambda: folder)
+        monkeypatch.setattr(module, "_now", lambda: time(self.day))
+
+    def tested(self, day: int, case: str = PASSING, host: str = "web-1") -> None:
+        keep(self.reports, case, host, day, digest(RECEIPT))
+
+    def left(self, day: int, receipt: Mapping[str, object], host: str = "web-1") -> None:
+        """What a run keeps at its end (deploys/common/kept.py)."""
+        self.day = day
+        path = receipts.keep(self.receipts, host, receipt, None)
+        told = json.loads(path.read_text())
+        path.write_text(json.dumps({**told, "time": time(day)}))
+        module.note_run(self.reports, host)
+
+    def removed(self, day: int, host: str = "web-1") -> None:
+        self.day = day
+        module.note_removal(self.reports, host)
+
+    def status(self) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.main, ["status"])
+        return done.exit_code, done.output
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    return Site(tmp_path, monkeypatch)
+
+
+REMOVED = f"web-1: removed at {time(2)} by kvhost remove: no verdict stands, the last is of before"
+
+
+def test_a_removed_host_has_no_verdict(site: Site) -> None:
+    site.tested(0)
+    site.left(0, RECEIPT)
+    assert site.status()[0] == 0
+    site.removed(2)
+    code, text = site.status()
+    assert (code, REMOVED in text, "condition" in text) == (2, True, False), text
+    assert f"{time(0)}  web-1  PASS" in text
+    told = json.loads(CliRunner().invoke(cli.main, ["status", "--json"]).stdout)["web-1"]
+    assert [told[key] for key in ("persisted", "removed", "changed")] == [None, time(2), None]
+    assert told["before"]["persisted"] == "PASS"
+
+
+def test_provisioned_again_it_has_none_until_it_is_tested(site: Site) -> None:
+    site.tested(0)
+    site.removed(2)
+    site.left(3, RECEIPT)  # the same as before: the verdict is not of this one
+    site.left(4, RECEIPT)
+    code, text = site.status()
+    assert code == 2
+    assert f"removed at {time(2)}, provisioned again at {time(3)}, and not tested since" in text
+    site.tested(5, REFUSED)  # left out: it gives nothing back that the removal took
+    assert site.status()[0] == 2
+    site.tested(6)
+    assert site.status()[0] == 0
+    assert "removed" not in site.status()[1]
+    site.removed(7)
+    assert f"removed at {time(7)} by kvhost remove" in site.status()[1]
+
+
+def test_a_change_that_was_not_tested_takes_the_verdict_away(site: Site) -> None:
+    site.tested(0)
+    site.left(1, RECEIPT)  # the run changed nothing
+    assert site.status()[0] == 0
+    site.left(2, OTHER)  # verify = never
+    code, text = site.status()
+    assert (code, f"web-1: changed at {time(2)}, and not tested since" in text) == (2, True), text
+
+
+def test_a_receipt_of_before_the_test_takes_nothing_away(site: Site) -> None:
+    """A run that went back keeps no receipt: the FAIL is of what it tried, and stands."""
+    site.left(0, OTHER)
+    site.tested(1, FAILING)
+    assert site.status()[0] == 1
+
+
+def test_others_are_left_as_they_are(site: Site) -> None:
+    for host in ("web-1", "web-2"):
+        site.tested(0, host=host)
+    site.removed(2, "web-2")
+    code, text = site.status()
+    assert code == 2 and "web-1: removed" not in text and "web-2: removed" in text
+    (site.reports.parent / "fleet.yaml").write_text("hosts:\n  web-1: {address: a}\n")
+    code, text = site.status()
+    assert code == 0, "web-2 is in the fleet no more"
+    assert "web-2: removed" in text.partition("Not counted")[2]
+
+
+def test_the_report_says_it_in_every_form(site: Site, tmp_path: Path) -> None:
+    site.tested(0)
+    site.tested(1)
+    site.removed(2)
+    for words in ((), ("web-1",)):
+        text = CliRunner().invoke(cli.main, ["report", *words]).output
+        assert REMOVED in text and "condition" not in text
+    views = load_hosts(site.reports)
+    (row,) = fleet(views).hosts
+    assert (row.persisted, row.time, row.removed, row.changed) == ("NONE", None, time(2), None)
+    assert len(row.reports) == 2
+    write_pages(tmp_path / "html", views)
+    said = f"This host was removed at {time(2)} by kvhost remove"
+    for page in ("index.html", "host-web-1.html"):
+        text = (tmp_path / "html" / page).read_text()
+        assert said in text and "Of before: 2026-03-02" in text
+        assert re.search(r'badge NONE">no verdict<', text)
+    suite = ElementTree.fromstring(junit(views))[0]
+    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+    site.tested(3)
+    assert [view.standing for view in load_hosts(site.reports)] == ["PASS"]
+
+
+def test_one_that_was_never_tested_is_said_to_be_removed(site: Site) -> None:
+    site.removed(2)
+    (site.reports.parent / "fleet.yaml").write_text("hosts:\n  web-1: {address: a}\n")
+    code, text = site.status()
+    assert (code, text) == (2, f"web-1: removed at {time(2)} by kvhost remove, no verdict yet\n")
+    site.left(3, RECEIPT)
+    assert site.status() == (2, "web-1: no verdict yet\n")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"removed": 5, "again": null}', "\udcff"])
+def test_a_note_that_is_none_says_nothing(text: str, site: Site) -> None:
+    site.tested(0)
+    note = site.reports / host_folder("web-1") / module.NAME
+    note.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert site.status()[0] == 0
+    site.left(1, RECEIPT)
+    assert site.status()[0] == 0
+
+
+def test_the_note_is_its_owners_alone(site: Site) -> None:
+    site.removed(0, "@local")
+    note = site.reports / host_folder("@local") / module.NAME
+    assert (note.stat().st_mode & 0o777, note.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert [path.name for path in note.parent.iterdir()] == [module.NAME]
