@@ -18,6 +18,7 @@ from kvhost.onhost import slots, slots_files
 from kvhost.onhost.slots_files import Store, Trouble
 from tests.slots_tools import ENGINE, ONHOST, Site, made, program, where
 
+
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     yield from made(tmp_path)
