@@ -220,7 +220,7 @@ def test_all_and_one_slot_together_are_a_slip(site: Site) -> None:
 def test_a_description_of_the_keeper_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     os.mkfifo(tmp_path / "etc" / "slots.json")
-    argv = [sys.executable, ONHOST / "slots.py", "--base", tmp_path, "list"]
+    argv = [sys.executable, str(ONHOST / "slots.py"), "--base", str(tmp_path), "list"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 2 and "is not a regular file" in done.stderr
 
