@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhost.onhost import slots_files
+from kvhost.onhost import evidence_llama, slots_files
 from kvhost.onhost.slots_files import Store, Trouble
 from tests.slots_tools import ONHOST, Site, made, program, where
 
@@ -232,3 +232,23 @@ def test_a_lock_that_cannot_be_made_is_named(site: Site) -> None:
         Store(str(site.folder)).locked(),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
+def test_the_restart_test_waits_for_no_pipe_and_reads_through_no_link(
+    kind: str, site: Site
+) -> None:
+    test = object.__new__(evidence_llama.Test)
+    test.config = {"namespace_dir": str(site.folder), "own_tokens": str(site.folder / "own")}
+    test.config["services"] = {"slots": {"record": str(site.folder / "record")}}
+    test.slot, test.limits, test.evidence = 0, {"restored_s": 1}, {}
+    for name in (".slot-0.json", slots_files.STATE, "own", "record"):
+        in_place(site, name, ODD[kind])
+    (site.folder.parent / "elsewhere").write_text('{"server": "None:None:None", "restored": true}')
+    with pytest.raises(OSError):
+        test.note()
+    assert test.own_tokens({}) == 0.0
+    assert test.identity("slots") == {"record": None, "proc": None, "listens": None}
+    test.config["services"]["runner"] = {"record": str(site.folder / "record")}
+    with pytest.raises(ValueError, match="has restored nothing in time"):
+        test.wait_restored()
