@@ -237,6 +237,17 @@ def test_each_note(host: dict[str, Any], other: dict[str, Any], words: str) -> N
     assert words in notes[0]
 
 
+def test_of_a_model_that_is_not_there_yet_only_the_least_is_said() -> None:
+    got = plan(
+        installed_host(), replace(FACTS, model=None), model_source="org/m", model_revision="0" * 40
+    )
+    assert any("takes at least 5.5 GiB of 8 GiB: weights not known, " in note for note in got.notes)
+    why = (
+        "The model's size is not known (it is not on the host yet): memory was checked without it."
+    )
+    assert why in got.notes
+
+
 def test_the_weights_count_where_their_architecture_is_not_known() -> None:
     files = [{"name": "config.json", "bytes": 1}, {"name": "a.safetensors", "bytes": 64 * GIB}]
     odd = {"model": model_dir(files=files)}

@@ -52,7 +52,7 @@ def _of_vllm(settings: Settings, report: HostReport, facts: PlanInputs) -> Deman
     fewer = ", fewer runners" if len(runners) > 1 else ""
     return Demand(
         weights + (sum(kv) + settings.l1_gib) * GIB + processes,
-        f"weights {size(weights)}, engine_kv_gib {sum(kv)} GiB{each}, "
+        f"weights {_words(weights)}, engine_kv_gib {sum(kv)} GiB{each}, "
         f"l1_gib {settings.l1_gib} GiB, processes {size(processes)}",
         f"lower engine_kv_gib or l1_gib, use a smaller model{fewer}, or free memory",
     )
@@ -67,11 +67,15 @@ def _of_llama(settings: Settings, report: HostReport, facts: PlanInputs) -> Dema
     of = f"{slots} slots of {settings.max_model_len} tokens, " + (k if k == v else f"K {k}, V {v}")
     return Demand(
         weights + kv + settings.l1_gib * GIB + LLAMA_BYTES,
-        f"weights {size(weights)}, KV {size(kv) if facts.model else 'not known'} ({of}), l1_gib "
-        f"{settings.l1_gib} GiB, process {size(LLAMA_BYTES)}",
+        f"weights {_words(weights)}, KV {_words(kv)} ({of}), l1_gib {settings.l1_gib} GiB, "
+        f"process {size(LLAMA_BYTES)}",
         "lower max_model_len, llama_slots or l1_gib, a smaller llama_cache_type_k and _v, "
         "a smaller model, or free memory",
     )
+
+
+def _words(count: int) -> str:
+    return size(count) if count else "not known"
 
 
 def weights_bytes(report: HostReport, facts: PlanInputs) -> int:
@@ -105,7 +109,8 @@ def memory_notes(settings: Settings, report: HostReport, facts: PlanInputs) -> I
     if report.memory.data is not None:
         needed, (have, whence) = demand(settings, report, facts), memory_for_us(report)
         if needed.bytes <= have:
-            yield f"Memory: takes up to {size(needed.bytes)} {whence}: {needed.words}."
+            most = "up to" if facts.model is not None else "at least"
+            yield f"Memory: takes {most} {size(needed.bytes)} {whence}: {needed.words}."
     if facts.model is None:
         yield _not_known(settings, report, facts)
     elif facts.cuda is not None:
