@@ -134,10 +134,12 @@ def remove(path: str) -> None:
 def make_way(path: str) -> None:
     """What is no regular file gives way to one that is to be written. Raises Trouble."""
     try:
-        if stat.S_ISREG(os.lstat(path).st_mode):
+        kind = os.lstat(path).st_mode
+        if stat.S_ISREG(kind):
             return
-        remove(path)
-    except FileNotFoundError:
+        # whoever was quicker may have put a file there
+        (os.rmdir if stat.S_ISDIR(kind) else os.unlink)(path)
+    except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise Trouble(f"in the way: {in_the_way(path, error)}") from None
