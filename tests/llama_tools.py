@@ -22,18 +22,18 @@ from tests.lab.recipe import lab_dir
 
 HERE = BASE.with_name(BASE.name + "-llama")
 LOCK = "llama-server-x86_64"
+INFO = load_matrix(REPO / "locks").programs[LOCK]
 DOUBLE = REPO / "tests/doubles/llama_program.py"
 TOKENS = 1200
 WHY_NONE = (
     "no llama-server here: KVHOST_TEST_LLAMA names one, or bin/test --full "
-    "tests/test_llama_engine.py builds one (about 10 minutes) and keeps it"
+    f"tests/test_llama_engine.py builds one ({INFO.build}) and keeps it"
 )
 
 
 def kept() -> Path:
     """Where one that was built from the present lock is kept."""
-    info = load_matrix(REPO / "locks").programs[LOCK]
-    text = read_lock(REPO / "locks", info, info.pythons[0]).text
+    text = read_lock(REPO / "locks", INFO, INFO.pythons[0]).text
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return lab_dir() / f"llama-{digest}" / "llama-server"
 

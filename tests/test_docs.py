@@ -28,6 +28,7 @@ from kvhost.plan import drives as plan_drives
 from kvhost.plan import gpus as plan_gpus
 from kvhost.plan import llama as plan_llama
 from kvhost.plan import lock as plan_lock
+from kvhost.plan import memory as plan_memory
 from kvhost.plan import native as plan_native
 from kvhost.plan import pod as plan_pod
 from kvhost.plan import refusals as plan_refusals
@@ -117,6 +118,7 @@ def refusal_codes() -> Iterator[str]:
         plan_drives,
         ollama_plan,
         plan_llama,
+        plan_memory,
         services_store,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):

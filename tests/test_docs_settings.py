@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvhost.schema import docs_gen
-from kvhost.settings import Settings, field_notes
+from kvhost.settings import Settings, SettingsError, field_notes, validate_hosts
 
 
 def test_the_page_is_the_one_that_the_schema_makes() -> None:
@@ -24,10 +24,34 @@ def test_every_setting_has_its_row(key: str) -> None:
     rows = [line for line in docs_gen.page().splitlines() if line.startswith(f"| `{key}` |")]
     assert len(rows) == 1
     cells = re.split(r"(?<!\\)\|", rows[0])
-    assert len(cells) == 8, "six cells"
+    assert len(cells) == 9, "seven cells"
     assert cells[3].strip() == (notes["unit"] or "-")
     assert (repr(field.default) if field.default is not None else "unset") in cells[4]
-    assert repr(notes["example"]) in cells[6]
+    assert repr(notes["example"]) in cells[7]
+
+
+#: title of a runner on the page -> the least that it is given
+RUNNERS: dict[str, dict[str, object]] = {
+    "vLLM": {},
+    "llama-server": {"runner": "llama_server"},
+    "Ollama": {"runner": "ollama", "model_source": "llama3.2:3b"},
+}
+
+
+@pytest.mark.parametrize("title", RUNNERS)
+@pytest.mark.parametrize("key", sorted({*Settings.model_fields} - {"runner", "model_source"}))
+def test_a_runner_that_a_row_does_not_name_refuses_the_setting(key: str, title: str) -> None:
+    (row,) = [line for line in docs_gen.page().splitlines() if line.startswith(f"| `{key}` |")]
+    told = re.split(r"(?<!\\)\|", row)[6].strip()
+    data = {**RUNNERS[title], key: field_notes(key)["example"]}
+    problems = ""
+    try:
+        validate_hosts({"h": data}, frozenset())
+    except SettingsError as error:
+        problems = str(error)
+    lines = [line for line in problems.splitlines() if re.search(rf"\b{key}\b", line)]
+    nothing = [line for line in lines if re.search("means nothing|is a setting of", line)]
+    assert bool(nothing) is (told != "all" and title not in told.split(", ")), problems
 
 
 @pytest.mark.parametrize("key", Settings.model_fields)

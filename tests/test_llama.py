@@ -44,7 +44,7 @@ def check(**data: object) -> Settings:
     [
         ({"chunk_size": 512}, "its cache has whole prompts"),
         ({"tensor_parallel_size": 2}, "GPUs are not in this version"),
-        ({"monitoring": True}, "is of vLLM and its cache server"),
+        ({"monitoring": True}, "are of vLLM and its cache server"),
         ({"model_source": "/srv/model"}, "reads a .gguf file"),
         ({"verify_events": ["cache"]}, "of llama-server there are both, kill"),
         ({"runner_extra_args": ["-c", "4096"]}, "from the setting max_model_len"),

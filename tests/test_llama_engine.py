@@ -119,12 +119,29 @@ def test_by_hand_a_name_outlives_what_comes_into_its_slot(llama: LlamaSite) -> N
     answer, _ = llama.ask(prompt(7), 0)
     assert llama.slots("save", "system", "--slot", "0").code == 0
     llama.ask(prompt(8), 0)
-    assert llama.slots("restore", "system", "--slot", "1").code == 0
+    back = llama.slots("restore", "system", "--slot", "1")
+    assert back.code == 0 and '"slot": 1' in back.text
     tokens, cached = llama.ask(prompt(7), 1)
     assert (tokens, cached) == (answer, len(prompt(7)) - 1)
     done = llama.run(".venv/bin/kvhost", "logs", *llama.arguments(), "--service", "slots")
     assert done.code == 0 and "slot-0 is not restored" in done.text
+    shown = llama.run(".venv/bin/kvhost", "purge", *llama.arguments())
+    assert shown.code == 0 and " builtin " in shown.text
     assert llama.slots("forget", "system").code == 0
+    gone = llama.slots("forget", "system")
+    assert gone.code == 1 and "nothing is saved as system" in gone.text
+
+
+def test_what_lies_in_the_way_gives_way_at_a_stop_and_at_the_start(llama: LlamaSite) -> None:
+    answer, _ = llama.ask(prompt(11), 0)
+    for name in (".slots.lock", ".slots-state.json", ".slot-0.json", ".slot-0.json.new"):
+        path = llama.namespace / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    assert llama.services("restart", "runner", "slots").code == 0
+    restored(llama)
+    tokens, cached = llama.ask(prompt(11), 0)
+    assert (tokens, cached) == (answer, len(prompt(11)) - 1)
 
 
 def test_another_type_of_kv_begins_a_new_cache_that_reads_nothing_of_the_old(

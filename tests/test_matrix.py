@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kvhost.cli import main
 from kvhost.commands import matrix as cli_matrix
 from kvhost.engine import lock_make
 from kvhost.engine.locks import read_lock
-from kvhost.engine.matrix import LockError, LockInfo, load_matrix
+from kvhost.engine.matrix import LockError, LockInfo, ProgramInfo, load_matrix
 from kvhost.plan.lock import choose_lock
 from kvhost.settings import Settings
 from tests.plan_cases import NVIDIA, changed, ok
@@ -33,7 +34,7 @@ UV = Path(sys.executable).with_name("uv")
 
 
 def file_id(value: object) -> str:
-    return value.name if isinstance(value, LockInfo) else str(value)
+    return value.name if isinstance(value, LockInfo | ProgramInfo) else str(value)
 
 
 @pytest.mark.parametrize("info, python", FILES, ids=file_id)
@@ -63,6 +64,26 @@ def test_a_lock_that_was_not_run_does_not_claim_it() -> None:
         assert info.state.startswith("run 20" if info.runs else "resolved, never run")
         # nothing here has a GPU: whoever adds a run of a GPU lock edits this line with it
         assert info.cuda is None or not info.runs
+
+
+@pytest.mark.parametrize("info", [*MATRIX.locks.values(), *MATRIX.programs.values()], ids=file_id)
+def test_what_the_matrix_says_was_run_is_in_the_list_of_runs(info: LockInfo | ProgramInfo) -> None:
+    listed = re.findall(r"(?m)^\| (`.+?) \|", (LOCKS.parent / "docs/testing.md").read_text())
+    for run in info.runs:
+        assert any(f"`{run.commit}`" in cell for cell in listed), run
+    # no machine with a GPU was at hand
+    assert info.state.startswith("run 20") if info.cuda is None else not info.runs
+
+
+def test_how_long_a_build_takes_is_said_once_and_elsewhere_the_same() -> None:
+    (info,) = MATRIX.programs.values()
+    assert info.build is not None
+    shown = CliRunner().invoke(main, ["matrix"], env={"COLUMNS": "250"}).output
+    assert f"built on the host, {info.build}" in shown
+    text = (LOCKS.parent / "docs/llama.md").read_text()
+    assert info.build in text
+    rest = text.replace(info.build, "")
+    assert not re.search(r"\d+ min(utes)?\b", rest)
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,11 @@ def test_bytes_of_a_chunk_are_told_only_where_they_are_certain(
 
 def test_the_file_beside_the_data_tells_all_of_it() -> None:
     one = made()
-    text = one.metadata()
+    text = one.metadata("builtin")
     assert text.endswith("\n")
     data = json.loads(text)
     assert data["schema"] == 1
+    assert data["model"] == "builtin"
     assert data["chunk_bytes"] == one.chunk_bytes
     fields = next(value for value in data.values() if isinstance(value, dict))
     assert namespace.digest_of(fields) == one.digest

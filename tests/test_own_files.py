@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,44 @@ def test_what_was_changed_is_seen_and_mended(tmp_path: Path, damage: str) -> Non
     assert not right(tmp_path)
     assert run(*wanted(tmp_path)).returncode == 0
     assert right(tmp_path)
+
+
+def no_text(path: Path) -> None:
+    """As llama-server writes one by a name that somebody with its key gave."""
+    path.write_bytes(b"\xff\x00no text")
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize("name", ["meta", "meta.new"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.mkdir(),
+        os.mkfifo,
+        lambda path: path.symlink_to(path.name),
+        no_text,
+        lambda path: path.symlink_to("/dev/zero"),
+    ],
+)
+def test_what_is_nobodys_data_gives_way(
+    tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    run(*wanted(tmp_path))
+    (tmp_path / "ns" / name).unlink(missing_ok=True)
+    make(tmp_path / "ns" / name)
+    assert right(tmp_path) is (name != "meta")
+    if name == "meta.new":
+        (tmp_path / "ns/meta").write_text("other")
+    assert run(*wanted(tmp_path)).returncode == 0
+    assert right(tmp_path)
+
+
+def test_a_directory_that_holds_something_stays_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ns/meta").mkdir(parents=True)
+    (tmp_path / "ns/meta/kept").touch()
+    done = run(*wanted(tmp_path))
+    assert done.returncode == 1 and str(tmp_path / "ns/meta") in done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / "ns/meta/kept").exists()
 
 
 def test_something_in_the_way_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvhost.plan import memory as plan_memory
 from kvhost.plan import refusals as plan_refusals
 from kvhost.plan import storage as plan_storage
 from kvhost.plan.make import (
@@ -153,7 +154,7 @@ def test_each_refusal(
 
 def test_every_refusal_in_the_code_is_in_the_table() -> None:
     written = set()
-    for module in (plan_refusals, plan_storage):
+    for module in (plan_memory, plan_refusals, plan_storage):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
                 place = {"Refusal": 1, "no": 0}.get(call.func.id)

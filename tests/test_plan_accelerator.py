@@ -145,9 +145,19 @@ def test_what_fits_into_the_gpu(
     host = {"memory.available": 128 * GIB}
     got = on_gpu(GOOD, host, need, verify_prompt_tokens=4096, **settings)
     assert codes(got) == (["model_too_large_for_gpu"] if words else [])
+    # what fits is said, with the same figures
+    assert any(note.startswith("GPU memory of ") for note in got.notes) is (words is None)
     if words:
         refusal = got.refusals[0]
         assert words in f"{refusal.needed} {refusal.found} {refusal.fix}"
+
+
+def test_what_the_model_takes_of_the_gpus_is_said() -> None:
+    need = ModelNeed(32 * GIB, 1 << 16, 40960)
+    got = on_gpu(GOOD, {"memory.available": 128 * GIB}, need, tensor_parallel_size=2)
+    (note,) = [note for note in got.notes if note.startswith("GPU memory of ")]
+    assert "of 24 GiB on each of 2 GPUs hold weights 16 GiB and KV" in note
+    assert "one request of 32768 tokens takes 1 GiB." in note
 
 
 # The whole way: settings, the scripts on the host, the lock, the decision, the plan

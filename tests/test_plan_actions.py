@@ -30,11 +30,18 @@ from tests.plan_cases import (
     action,
     built,
     installed_host,
+    model_dir,
     namespace,
     ok,
     parts,
     plan,
     running,
+)
+
+#: said of every host whose memory is enough
+MEMORY = (
+    "Memory: takes up to 6.5 GiB of 8 GiB: weights 1 GiB, engine_kv_gib 1 GiB, l1_gib 1 GiB, "
+    "processes 3.5 GiB."
 )
 
 
@@ -44,7 +51,7 @@ def test_nothing_changes_on_an_installed_host() -> None:
     assert {a.cost for a in got.actions} == {None}
     assert action(got, "packages").what == "packages libnuma1"
     assert got.refusals == ()
-    assert got.notes == ()
+    assert got.notes == (MEMORY,)
 
 
 def test_everything_changes_on_a_bare_host_and_in_order() -> None:
@@ -202,7 +209,7 @@ def test_a_model_of_the_hub() -> None:
         ({f"{TIER}.fs": "overlay"}, {}, "lost with the container"),
         ({"users.login_users": ["ann", "bob"]}, {}, "2 other users of this host (ann, bob)"),
         ({"users.login_users": ["ann"], "pid1.systemd": True}, {}, "closes them with nftables"),
-        ({}, {"model": None}, "memory was checked without its weights"),
+        ({}, {"model": None}, "memory was checked without it"),
         ({"gpu": ok(NVIDIA)}, {"accelerator": "cpu"}, "not be used: NVIDIA at PCI 0000:01:00.0"),
         ({"gpu.amd.pci": PCI}, {}, "not be used: AMD at PCI 0000:01:00.0"),
         ({"kvhost.tier": ok({"namespaces": [], "foreign": ["cat.jpg"]})}, {}, "untouched: cat.jpg"),
@@ -222,11 +229,34 @@ def test_a_model_of_the_hub() -> None:
 )  # fmt: skip
 def test_each_note(host: dict[str, Any], other: dict[str, Any], words: str) -> None:
     base = plan(installed_host())
-    assert base.notes == ()
+    assert base.notes == (MEMORY,)
     facts, settings = parts(other)
-    notes = plan({**installed_host(), **host}, facts, **settings).notes
+    found = plan({**installed_host(), **host}, facts, **settings).notes
+    notes = [note for note in found if not note.startswith("Memory: ")]
     assert len(notes) == 1
     assert words in notes[0]
+
+
+def test_of_a_model_that_is_not_there_yet_only_the_least_is_said() -> None:
+    got = plan(
+        installed_host(), replace(FACTS, model=None), model_source="org/m", model_revision="0" * 40
+    )
+    assert any("takes at least 5.5 GiB of 8 GiB: weights not known, " in note for note in got.notes)
+    why = (
+        "The model's size is not known (it is not on the host yet): memory was checked without it."
+    )
+    assert why in got.notes
+
+
+def test_the_weights_count_where_their_architecture_is_not_known() -> None:
+    files = [{"name": "config.json", "bytes": 1}, {"name": "a.safetensors", "bytes": 64 * GIB}]
+    odd = {"model": model_dir(files=files)}
+    got = plan({**installed_host(), **odd}, replace(FACTS, model=None), model_source="/m")
+    assert [refusal.code for refusal in got.refusals] == ["ram_too_small"]
+    assert "weights 64 GiB" in got.refusals[0].needed
+    assert any(
+        "How much KV the model takes is not known (its architecture is" in n for n in got.notes
+    )
 
 
 # --- as JSON, as a table

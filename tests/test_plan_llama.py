@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvhost.engine.matrix import load_matrix
+from kvhost.llama.need import llama_need
 from kvhost.plan.derive import derived
 from kvhost.plan.llama import binary_refusals
 from kvhost.plan.lock import choose_lock
@@ -106,6 +107,69 @@ def test_whoever_reaches_the_port_without_a_key_is_a_note() -> None:
     assert any("(/slots)" in note for note in llama_plan(others).notes)
     with_key = replace(LLAMA, with_key=True)
     assert not any("/slots" in note for note in llama_plan(others, with_key).notes)
+
+
+def memory_note(got: Plan) -> str:
+    (found,) = [note for note in got.notes if note.startswith("Memory: ")]
+    return found
+
+
+def test_the_plan_says_what_memory_the_model_needs() -> None:
+    got = llama_plan(llama_slots=3, max_model_len=16384, llama_cache_type_v="q8_0")
+    kv = 3 * 16384 * NEED.kv_bytes_per_token
+    assert codes(got) == [] and kv == 384 << 20
+    assert memory_note(got) == (
+        "Memory: takes up to 3.4 GiB of 8 GiB: weights 1 GiB, KV 384 MiB (3 slots of 16384 tokens, "
+        "K f16, V q8_0), l1_gib 1 GiB, process 1 GiB."
+    )
+    # the same figures where they are too much
+    (refusal,) = llama_plan({"memory.available": GIB}, llama_slots=3, max_model_len=16384).refusals
+    assert "weights 1 GiB, KV 384 MiB (3 slots of 16384 tokens, f16)" in refusal.needed
+    small = llama_plan({"memory.available": GIB})
+    assert not [note for note in small.notes if note.startswith("Memory: ")]
+
+
+def test_what_is_said_of_memory_is_the_same_on_hosts_with_other_memory_free() -> None:
+    assert memory_note(llama_plan()) == memory_note(llama_plan({"memory.available": 5 * GIB}))
+    within = {"memory.cgroup_limit": 6 * GIB, "memory.cgroup_used": 0}
+    assert "of a cgroup limit of 6 GiB" in memory_note(llama_plan(within))
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        (file(config=ok({"keys": {"general.architecture": "mamba"}})),
+         "How much KV the model takes is not known (its architecture (mamba) is none that kvhost "
+         "knows): memory was checked without it."),
+        (file(config={"status": "unreadable", "why": "it is cut", "data": None}),
+         "How much KV the model takes is not known (it is cut): memory was checked without it."),
+        ({"model": absent()},
+         "The model's size is not known (it does not exist): memory was checked without it."),
+    ],
+)  # fmt: skip
+def test_where_the_memory_is_not_known_the_plan_says_why(changes: dict[str, Any], why: str) -> None:
+    got = llama_plan(changes, replace(LLAMA, model=None), model_source=MODEL)
+    assert why in got.notes
+    known = [note for note in got.notes if note.startswith("Memory: ")]
+    assert "takes at least" in known[0] and "KV not known" in known[0]
+
+
+@pytest.mark.parametrize(
+    "types, per_token", [(("f16", "f16"), 4096), (("q8_0", "f16"), 3136), (("q4_0", "q4_0"), 1152)]
+)
+def test_the_kv_is_that_of_the_header_and_the_types(types: tuple[str, str], per_token: int) -> None:
+    kinds: dict[str, Any] = dict(
+        zip(("llama_cache_type_k", "llama_cache_type_v"), types, strict=True)
+    )
+    ours = Settings(runner="llama_server", **kinds)
+    keys = {
+        "general.architecture": "llama", "llama.block_count": 4, "llama.embedding_length": 1024,
+        "llama.attention.head_count": 8, "llama.attention.head_count_kv": 2,
+        "llama.context_length": 4096,
+    }  # fmt: skip
+    need = llama_need({"keys": keys, "weights_bytes": 7}, ours)
+    assert need is not None
+    assert (need.weights_bytes, need.kv_bytes_per_token) == (7, per_token)
 
 
 def test_the_context_follows_the_model_alone() -> None:

@@ -7,6 +7,7 @@ First with files named as LMCache 0.5.6 names them and a double in the place of 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from kvhost import cli
+from kvhost.commands import care
 from kvhost.onhost.purge import is_model, parse
 from tests.e2e_tools import API_KEY, Site
 from tests.store_tools import PASSWORD, load, redis
@@ -214,24 +217,80 @@ def test_a_namespace_that_is_not_in_use_goes_whole_and_nothing_is_restarted(base
     assert (base.root / "tier" / NOW).exists()
 
 
-def saved_slots(base: Base, namespace: str) -> Path:
+def saved_slots(base: Base, namespace: str, model: str | None = None) -> Path:
     here = base.root / "tier" / namespace
     here.mkdir()
-    (here / ".kvhost-namespace.json").write_text("{}")
+    about = {"engine_config": {"model_digest": "cd" * 32}} | ({"model": model} if model else {})
+    (here / ".kvhost-namespace.json").write_text(json.dumps(about))
     for name in (".slots.lock", ".slots-state.json", ".slot-0.json", ".system.json"):
         (here / name).write_text("{}")
-    for name in ("slot-0", "system"):
-        (here / f"{name}.{'ab' * 8}.kv").write_bytes(b"x" * 100)
+    for name in (f"slot-0.{'ab' * 8}.kv", f"system.{'ab' * 8}.kv", "slot-1.77.tmp"):
+        (here / name).write_bytes(b"x" * 100)
+    (here / ".gone.json").write_text("{}")  # of one that the pruner took
     return here
 
 
-def test_saved_slots_go_with_their_notes_and_are_asked_for_by_namespace_alone(base: Base) -> None:
+def slot_rows(base: Base, *words: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = base.call("look", *words)["rows"]
+    return [row for row in rows if row["namespace"] == "ns-03"]
+
+
+def test_saved_slots_without_a_model_go_with_their_notes_by_namespace_alone(base: Base) -> None:
     here = saved_slots(base, "ns-03")
     for what in (("--model", "llama"), ("--tenant-sha256", digest("ann"))):
         assert "purge the namespace" in base.call("remove", *what, rc=1)
     assert len(list(here.glob("*.kv"))) == 2 and base.calls() == []
-    assert base.call("remove", "--namespace", "ns-03")["files"] == 2
+    (row,) = slot_rows(base)
+    assert (row["model"], row["weights"], row["files"]) == (None, "cd" * 32, 3)
+    assert base.call("remove", "--namespace", "ns-03")["files"] == 3
     assert not here.exists() and (base.root / "tier" / NOW).exists()
+
+
+@pytest.mark.parametrize(
+    "model, named",
+    [("/srv/q8/llama-8b.gguf", "llama-8b.gguf"), ("builtin", "builtin")],
+)
+def test_saved_slots_are_of_the_model_that_their_namespace_was_made_for(
+    model: str, named: str, base: Base
+) -> None:
+    here = saved_slots(base, "ns-03", model)
+    (row,) = slot_rows(base)
+    assert (row["model"], row["tenant"], row["files"]) == (model, None, 3)
+    assert "do not tell tenants" in base.call("remove", "--tenant-sha256", digest("ann"), rc=1)
+    assert slot_rows(base, "--model", "/srv/llama") == []  # of another
+    base.call("remove", "--model", "/srv/llama")
+    assert len(list(here.glob("*.kv"))) == 2
+    assert base.call("remove", "--model", named)["files"] == 3
+    assert not list(here.glob("*.*kv")) and not list(here.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("odd", ["{", "[]", '{"engine_config": 3, "model": "m"}', '{"model": 7}'])
+def test_a_namespace_whose_file_tells_nothing_has_no_model(odd: str, base: Base) -> None:
+    here = saved_slots(base, "ns-03", "m")
+    (here / ".kvhost-namespace.json").write_text(odd)
+    assert [(row["model"], row["weights"]) for row in slot_rows(base)] == [(None, None)]
+    (here / ".kvhost-namespace.json").unlink()
+    os.mkfifo(here / ".kvhost-namespace.json")
+    assert [row["model"] for row in slot_rows(base)] == [None]
+
+
+def test_the_model_of_a_running_llama_server_is_known_also_without_files(base: Base) -> None:
+    here = saved_slots(base, "ns-03", "builtin")
+    argv = ["llama-server", "--model", "/b/gguf-ab/model.gguf", "--slot-save-path", str(here)]
+    (base.root / "etc/runner.json").write_text(json.dumps({"argv": argv, "before": []}))
+    for path in here.glob("[a-z]*"):
+        path.unlink()
+    assert base.call("remove", "--model", "builtin")["files"] == 0
+    assert "stop" in (base.root / "calls").read_text()
+
+
+def test_a_directory_of_a_notes_name_keeps_no_slot_from_going(base: Base) -> None:
+    here = saved_slots(base, "ns-03", "builtin")
+    for name in (".slot-0.json", ".slots.lock"):
+        (here / name).unlink()
+        (here / name).mkdir()
+    assert base.call("remove", "--namespace", "ns-03")["files"] == 3
+    assert sorted(path.name for path in here.iterdir()) == [".slot-0.json", ".slots.lock"]
 
 
 def test_the_namespace_of_a_running_llama_server_is_emptied_after_its_stop(base: Base) -> None:
@@ -240,9 +299,9 @@ def test_the_namespace_of_a_running_llama_server_is_emptied_after_its_stop(base:
     argv = ["llama-server", "--slot-save-path", str(here), "--slots"]
     (base.root / "etc/runner.json").write_text(json.dumps({"argv": argv, "before": []}))
     told = base.call("remove", "--namespace", "ns-03")
-    assert told["files"] == 2 and told["restarted"]
+    assert told["files"] == 3 and told["restarted"]
     assert sorted(path.name for path in here.iterdir()) == [
-        *(".kvhost-namespace.json", ".slots-state.json", ".slots.lock"),
+        *(".gone.json", ".kvhost-namespace.json", ".slots-state.json", ".slots.lock"),
     ]
 
 
@@ -368,6 +427,23 @@ def test_what_purge_is_to_be_told_is_shown_in_full(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "80")
     Hosts(monkeypatch)
     assert NOW in run()[1]
+
+
+@pytest.mark.parametrize(
+    "row, shown",
+    [
+        ({"model": "/srv/llama-8b.gguf", "weights": "cd" * 32}, "/srv/llama-8b.gguf"),
+        ({"model": "[red]x", "weights": None}, "[red]x"),
+        ({"model": None, "weights": "cd" * 32}, "weights cdcdcdcdcdcd…"),
+        ({"model": None}, "?"),
+    ],
+)
+def test_the_table_says_what_a_row_is_of(row: dict[str, Any], shown: str) -> None:
+    whole = {"namespace": NOW, "tenant": None, "files": 1, "bytes": 1, **row}
+    table = care.purge_table([{"host": "h", "rows": [whole], "current": None}])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table)
+    assert f" {shown} " in console.export_text()
 
 
 def test_that_nothing_lies_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,65 +15,13 @@ from typing import Any
 import pytest
 
 from kvhost.onhost import slots, slots_files
-from kvhost.onhost.slots import Keeper, Server
 from kvhost.onhost.slots_files import Store, Trouble
-from tests.doubles.llama_server import LlamaDouble
-
-ONHOST = Path(__file__).resolve().parents[1] / "kvhost" / "onhost"
-ENGINE = {
-    "model_digest": "m" * 64,
-    "build": "b11434-double",
-    "cache_type_k": "f16",
-    "cache_type_v": "f16",
-}
-
-
-class Site:
-    """A namespace, its server and a keeper."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.folder = root, root / "tier" / "ns-00"
-        self.folder.mkdir(parents=True)
-        self.engine(ENGINE)
-        self.server = LlamaDouble(self.folder)
-        self.record = root / "runner.json"
-        self.starts = 0
-        self.start()
-
-    def engine(self, fields: dict[str, str]) -> None:
-        text = json.dumps({"schema": 1, "chunk_bytes": None, "engine_config": fields})
-        (self.folder / slots_files.NAMESPACE).write_text(text)
-
-    def start(self) -> None:
-        """The server starts anew."""
-        self.starts += 1
-        self.server.forget()
-        told = {"pid": 100 + self.starts, "start_ticks": 7, "boot_id": "b"}
-        self.record.write_text(json.dumps(told))
-
-    @property
-    def keeper(self) -> Keeper:
-        return Keeper(Store(str(self.folder)), Server(self.server.url, str(self.record), None))
-
-    def save(self) -> list[str]:
-        return self.keeper.save_changed("test", 30, busy_too=True)
-
-    def note(self, name: str) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.folder / f".{name}.json").read_text())
-        return loaded
-
-    def file(self, name: str) -> Path:
-        return self.folder / str(self.note(name)["file"])
-
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir() if path.suffix in (".kv", ".tmp"))
+from tests.slots_tools import ENGINE, ONHOST, Site, made, program, where
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.server.close()
+    yield from made(tmp_path)
 
 
 def test_a_changed_slot_is_saved_once_with_all_that_tells_what_it_is(site: Site) -> None:
@@ -349,27 +297,23 @@ def test_the_pruner_takes_whole_files_and_the_note_follows(site: Site) -> None:
 # the program
 
 
-def program(site: Site, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    where = ("--dir", site.folder, "--api", site.server.url, "--record", site.record)
-    return subprocess.run(
-        [sys.executable, ONHOST / "slots.py", *where, *words],
-        capture_output=True, text=True, check=False, **more,
-    )  # fmt: skip
-
-
 def test_by_hand_a_slot_is_saved_listed_compared_restored_and_forgotten(site: Site) -> None:
     site.server.fill(1, b"a system prompt")
     assert program(site, "save", "system", "--slot", "1").returncode == 0
     assert json.loads(program(site, "list").stdout)["system"]["tokens"] == 15
     assert program(site, "check").returncode == 0
     site.start()
-    assert program(site, "restore", "system", "--slot", "0").returncode == 0
+    done = program(site, "restore", "system", "--slot", "0")
+    assert json.loads(done.stdout)["slot"] == 0  # into which, not of which
     assert site.server.contents[0] == b"a system prompt"
+    assert program(site, "save", "again", "--slot", "0").returncode == 0
+    assert json.loads(program(site, "forget", "again").stdout) == {"forgotten": "again"}
     flip(site.file("system"))
     assert program(site, "check").returncode == 1
     done = program(site, "restore", "system")
     assert done.returncode == 1 and "not restored and was removed" in done.stderr
-    assert program(site, "forget", "system").returncode == 0
+    gone = program(site, "forget", "system")
+    assert gone.returncode == 1 and "nothing is saved as system" in gone.stderr
     empty = program(site, "save", "nothing", "--slot", "1")
     assert empty.returncode == 1 and "slot 1 is empty" in empty.stderr
 
@@ -391,8 +335,7 @@ def test_the_keeper_restores_a_new_process_and_saves_what_changes(site: Site) ->
     site.save()
     site.start()
     words = ("run", "--every", "0.2")
-    where = ("--dir", str(site.folder), "--api", site.server.url, "--record", str(site.record))
-    keeper = subprocess.Popen([sys.executable, ONHOST / "slots.py", *where, *words])
+    keeper = subprocess.Popen([sys.executable, ONHOST / "slots.py", *where(site), *words])
     try:
         deadline = time.monotonic() + 15
         while site.server.contents[0] != b"before":
@@ -428,20 +371,6 @@ def test_saving_all_fails_where_one_is_not_saved(site: Site) -> None:
     assert json.loads(done.stdout) == {"saved": [], "failed": ["slot-0"]}
     site.server.short = 0
     assert program(site, "save", "--all").returncode == 0
-
-
-def test_the_keeper_says_once_what_keeps_it_from_its_work(site: Site, tmp_path: Path) -> None:
-    (site.folder / slots_files.LOCK).mkdir()
-    where = ("--dir", str(site.folder), "--api", site.server.url, "--record", str(site.record))
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        keeper = subprocess.Popen([sys.executable, ONHOST / "slots.py", *where, "run"], stderr=out)
-    try:
-        time.sleep(2.5)
-    finally:
-        keeper.send_signal(signal.SIGTERM)
-        keeper.wait(10)
-    assert log.read_text().count("Is a directory") == 1
 
 
 def test_two_at_once_take_turns(site: Site) -> None:

@@ -126,5 +126,5 @@ def tier_words(run: Run, namespace: Namespace) -> tuple[str, ...]:
         "--dir",
         here,
         *("--file", f"{top}/{TIER_MARKER}", marker),
-        *("--file", f"{here}/{NAMESPACE_FILE}", namespace.metadata()),
+        *("--file", f"{here}/{NAMESPACE_FILE}", namespace.metadata(run.settings.model_source)),
     )

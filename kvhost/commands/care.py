@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvhost.basics import counted, printable
@@ -170,12 +171,19 @@ def purge_table(found: list[dict[str, Any]]) -> Table:
             table.add_row(
                 host["host"],
                 row["namespace"] + current,
-                row["model"] or "?",
+                escape(printable(model_of(row))),
                 {None: "?", "-": "none"}.get(tenant, f"sha256 {str(tenant)[:12]}…"),
                 str(row["files"]),
                 size(row["bytes"]),
             )
     return table
+
+
+def model_of(row: dict[str, Any]) -> str:
+    """What a row is of: the model, or of slots that were saved before it was noted its weights."""
+    if row["model"]:
+        return str(row["model"])
+    return f"weights {row['weights'][:12]}…" if row.get("weights") else "?"
 
 
 def logs(

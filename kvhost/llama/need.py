@@ -49,6 +49,11 @@ def too_many_layers(told: Mapping[str, Any]) -> int | None:
     return layers if isinstance(layers, int) and layers > MOST_LAYERS else None
 
 
+def architecture(told: Mapping[str, Any]) -> str:
+    """As the file itself names it."""
+    return str(told.get("keys", {}).get("general.architecture"))
+
+
 def config_of(told: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config.json that transformers would have of it, as far as a size of KV needs it."""
     keys = told.get("keys", {})

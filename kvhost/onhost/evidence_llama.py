@@ -54,12 +54,12 @@ sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING or __package__:
     from kvhost.onhost import evidence_probe as probe
     from kvhost.onhost.evidence_steps import SIGNALS, Interrupted, InUse, run_step
-    from kvhost.onhost.slots_files import NAMESPACE, STATE, sha256
+    from kvhost.onhost.slots_files import NAMESPACE, STATE, read_json, sha256
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import evidence_probe as probe
     from evidence_steps import SIGNALS, Interrupted, InUse, run_step
-    from slots_files import NAMESPACE, STATE, sha256
+    from slots_files import NAMESPACE, STATE, read_json, sha256
 
 SCHEMA = "kvhost/evidence-llama/1"
 Json = dict[str, Any]
@@ -154,8 +154,7 @@ class Test:
         """{"record", "proc", "listens"} of a service; parts that cannot be had are None."""
         record, proc, holds = None, None, None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self.config["services"][name]["record"], encoding="utf-8") as handle:
-                found = json.load(handle)
+            found = read_json(self.config["services"][name]["record"])
             record = {key: found[key] for key in ("pid", "start_ticks", "boot_id")}
             proc = probe.process(record["pid"])
         if record and proc and name == "runner":
@@ -232,8 +231,7 @@ class Test:
 
     def own_tokens(self, proc: Json) -> float:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self.config["own_tokens"], encoding="utf-8") as handle:
-                own = json.load(handle)
+            own = read_json(self.config["own_tokens"])
             if own["pid"] == proc["pid"] and own["start_ticks"] == proc["start_ticks"]:
                 return float(own["tokens"])
         return 0.0
@@ -274,9 +272,7 @@ class Test:
         return f"{told['tokens']} tokens saved aside"
 
     def note(self) -> Json:
-        path = os.path.join(self.config["namespace_dir"], f".slot-{self.slot}.json")
-        with open(path, encoding="utf-8") as handle:
-            return dict(json.load(handle))
+        return read_json(os.path.join(self.config["namespace_dir"], f".slot-{self.slot}.json"))
 
     def look_at_file(self) -> Json:
         """What was saved of the test's slot, by its note and by the file itself."""
@@ -287,8 +283,7 @@ class Test:
         note = self.note()
         folder = self.config["namespace_dir"]
         digest, count = sha256(os.path.join(folder, note["file"]))
-        with open(os.path.join(folder, NAMESPACE), encoding="utf-8") as handle:
-            fields = json.load(handle)["engine_config"]
+        fields = read_json(os.path.join(folder, NAMESPACE))["engine_config"]
         found.update({key: note[key] for key in ("tokens", "bytes", "saved_unix")})
         found.update(file_bytes=count, same_digest=digest == note["sha256"])
         found["same_engine"] = note["engine"] == fields
@@ -302,8 +297,7 @@ class Test:
         deadline = time.monotonic() + self.limits["restored_s"]
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
-                with open(os.path.join(self.config["namespace_dir"], STATE)) as handle:
-                    state = json.load(handle)
+                state = read_json(os.path.join(self.config["namespace_dir"], STATE))
                 if state.get("server") == who and state.get("restored"):
                     self.evidence["restored"] = True
                     return {"restored": True}

@@ -2,8 +2,9 @@
 """Makes files in directories of the service's user, run as that user: own_files.py --dir D …
 
 What lies in such a directory can be replaced by a link at any moment, so that root must not write
-there by path. Directories get 0700, files 0600. `--check` changes nothing and prints JSON: whether
-all is as wanted. Exit: 0 done or checked, 1 something stands in the way (what, on stderr).
+there by path. Directories get 0700, files 0600. An empty directory in the place of a file goes, one
+that holds something never. `--check` changes nothing and prints JSON: whether all is as wanted.
+Exit: 0 done or checked, 1 something stands in the way (what, on stderr).
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def wrong(path: str, directory: bool, text: str | None) -> str | None:
     if not good or st.st_uid != os.geteuid():
         return f"{path} has another kind, mode or owner"
     if text is not None:
-        with open(path, encoding="utf-8") as handle:
-            return None if handle.read() == text else f"{path} has another content"
+        wanted = text.encode()
+        with open(path, "rb") as handle:
+            found = handle.read(len(wanted) + 1)  # it may have been made long
+        return None if found == wanted else f"{path} has another content"
     return None
 
 
@@ -44,7 +47,11 @@ def make_directory(path: str) -> None:
 
 def make_file(path: str, text: str) -> None:
     new = path + ".new"
-    if os.path.lexists(new):
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.rmdir(path)
+    if os.path.isdir(new) and not os.path.islink(new):
+        os.rmdir(new)
+    elif os.path.lexists(new):
         os.unlink(new)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(new, flags, 0o600), "w", encoding="utf-8") as handle:

@@ -10,10 +10,11 @@ LMCache 0.5.6 names a file MODEL@RANK@GROUP@HASH[@SALT].data, with "-SEP-" for "
 salt stands in it in clear; only its digest is ever shown or passed. The memory of the cache server
 and of the engine cannot be cleared by tenant: both are stopped first, the shared memory is swept,
 and they are started again. vLLM's own tier has files in MODEL_DIGEST_rRANK/, "_" for "/" in MODEL;
-their salt is in a hash, so that no tenant of them can be told, and is refused; so are model and
-tenant of llama-server's saved slots. Of the store that hosts share (kvhost_shared.py) the same
-goes, for all of them; the memory and files of the others stay until they are asked too. Removing is
-unlinking: the blocks on the disk are not overwritten.
+their salt is in a hash, so that no tenant of them can be told, and is refused; so is that of
+llama-server's saved slots, whose model is the one that the namespace's own file names. Of the store
+that hosts share (kvhost_shared.py) the same goes, for all of them; the memory and files of the
+others stay until they are asked too. Removing is unlinking: the blocks on the disk are not
+overwritten.
 Exit: 0 done, 1 not, or not all (why, stderr).
 """
 
@@ -34,19 +35,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import kvhost_resp as resp
-    from kvhost.onhost.pruner_tier import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
+    from kvhost.onhost.pruner_tier import (
+        DIRECTORY,
+        METADATA,
+        NONSENSE,
+        VLLM_ABOUT,
+        VLLM_DIRS,
+        VLLM_FILE,
+        read_small,
+    )
 else:  # it lies beside this file on a host, where there is no package kvhost, or in lib/
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [here, os.path.join(os.path.dirname(here), "lib")]
     import kvhost_resp as resp
-    from pruner_tier import DIRECTORY, VLLM_ABOUT, VLLM_DIRS, VLLM_FILE
+    from pruner_tier import (
+        DIRECTORY,
+        METADATA,
+        NONSENSE,
+        VLLM_ABOUT,
+        VLLM_DIRS,
+        VLLM_FILE,
+        read_small,
+    )
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services/vllm.py)
 POOL = "lmcache_l1_pool_"
-#: a saved slot of llama-server, whose note is .NAME.json, and what else its keeper has there
-SLOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{16}\.kv\Z")
-KEEPERS = (".slots.lock", ".slots-state.json")
+#: a saved slot of llama-server, or one whose save was cut off
+SLOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,63})\.([0-9a-f]{16}\.kv|\d+\.tmp)\Z")
+#: what else its keeper has there: its lock, its state, the note of each slot
+KEEPERS = re.compile(r"\.slots\.lock\Z|\.[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.json(\.new)?\Z")
+#: characters of a model's name that are told
+MOST_NAME = 4096
 Data = dict[str, Any]
 
 
@@ -63,6 +83,8 @@ class Row(NamedTuple):
     model: str | None
     #: sha256 of the salt, "-" without one
     tenant: str | None
+    #: sha256 of the model's weights, of saved slots
+    weights: str | None = None
 
 
 def parse(name: str) -> tuple[str | None, str | None]:
@@ -115,8 +137,27 @@ class Tier:
 
     def rows(self, opened: dict[str, int]) -> Iterator[Row]:
         for namespace, fd in opened.items():
+            model, weights = made_for(fd)
             for name, found in files_below(fd):
-                yield Row(namespace, name, found.st_blocks * 512, *parse(name))
+                size = found.st_blocks * 512
+                if SLOT.match(name):
+                    yield Row(namespace, name, size, model, None, weights)
+                else:
+                    yield Row(namespace, name, size, *parse(name))
+
+
+def made_for(fd: int) -> tuple[str | None, str | None]:
+    """The model that a namespace was made for, as model_source named it, and the digest of its
+    weights, by the namespace's own file; None: it does not tell."""
+    try:
+        told = json.loads(read_small(METADATA, fd))
+        found = (told.get("model"), told["engine_config"].get("model_digest"))
+    except NONSENSE:
+        return None, None
+    model, weights = (
+        text if isinstance(text, str) and 0 < len(text) <= MOST_NAME else None for text in found
+    )
+    return model, weights
 
 
 def files_below(fd: int, above: str = "") -> Iterator[tuple[str, os.stat_result]]:
@@ -147,14 +188,22 @@ def opened(path: str, fd: int) -> Iterator[int]:
 
 
 def chosen(rows: list[Row], args: argparse.Namespace) -> list[Row]:
-    """Of a namespace every file; of a model or tenant those whose name says so. Raises Trouble for
-    a tenant where files may be of any, and for either where they are saved slots."""
-    slots = {row.namespace for row in rows if SLOT.match(row.name)}
-    slots &= {args.namespace or one for one in slots}
-    if slots and (args.tenant_sha256 is not None or args.model is not None):
+    """Of a namespace every file; of a model or tenant those whose name says so, and of a model the
+    slots of its namespaces. Raises Trouble where files may be of any tenant, or of any model."""
+    slots = [row for row in rows if SLOT.match(row.name)]
+    slots = [row for row in slots if args.namespace in (None, row.namespace)]
+    if args.model is not None:  # those of another model are not asked for
+        slots = [row for row in slots if row.model is None or is_model(row.model, args.model)]
+    mute = {row.namespace for row in slots if row.model is None}
+    if args.model is not None and mute:
         raise Trouble(
-            "saved slots of llama-server tell neither model nor tenant "
-            f"({', '.join(sorted(slots))}): purge the namespace"
+            "which model these saved slots of llama-server are of is not noted "
+            f"({', '.join(sorted(mute))}): purge the namespace"
+        )
+    if args.tenant_sha256 is not None and slots:
+        raise Trouble(
+            "saved slots of llama-server do not tell tenants "
+            f"({', '.join(sorted({row.namespace for row in slots}))}): purge the namespace"
         )
     mute = {row.namespace for row in rows if "/" in row.name}
     if args.namespace is not None:
@@ -287,18 +336,14 @@ def sweep(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 def summary(rows: list[Row]) -> list[Data]:
-    groups: dict[tuple[str, str | None, str | None], list[int]] = {}
+    groups: dict[tuple[str | None, ...], list[int]] = {}
     for row in rows:
-        groups.setdefault((row.namespace, row.model, row.tenant), []).append(row.size)
+        what = (row.namespace, row.model, row.tenant, row.weights)
+        groups.setdefault(what, []).append(row.size)
+    keys = ("namespace", "model", "tenant", "weights")
     return [
-        {
-            "namespace": ns,
-            "model": model,
-            "tenant": tenant,
-            "files": len(sizes),
-            "bytes": sum(sizes),
-        }
-        for (ns, model, tenant), sizes in sorted(groups.items(), key=lambda item: repr(item[0]))
+        {**dict(zip(keys, what)), "files": len(sizes), "bytes": sum(sizes)}  # noqa: B905 (3.9)
+        for what, sizes in sorted(groups.items(), key=lambda item: repr(item[0]))
     ]
 
 
@@ -325,7 +370,9 @@ def known(args: argparse.Namespace, tier: Tier, opened: Any) -> None:
     rows = list(tier.rows(opened))
     chosen(rows, args)  # before a service is stopped for nothing
     models = {row.model for row in rows if row.model is not None}
-    served = spec(args.base, "runner").get("argv", [])  # its KV may be in memory alone
+    served = list(spec(args.base, "runner").get("argv", []))  # its KV may be in memory alone
+    if (now := current(args.base)) in opened:
+        served.append(made_for(opened[now])[0])
     if args.model is not None and not any(is_model(one, args.model) for one in (*models, *served)):
         there = ", ".join(sorted(models)) or "none"
         raise Trouble(f"no KV of a model {args.model} in {args.tier}; there is: {there}")
@@ -353,7 +400,7 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
                 with opened(folder, namespaces[row.namespace]) as where:
                     os.unlink(name, dir_fd=where)
                     if slot := SLOT.match(name):
-                        os.unlink(f".{slot[1]}.json", dir_fd=where)
+                        unlink(f".{slot[1]}.json", where)
         for fd in namespaces.values():
             os.fsync(fd)
         # this host stores nothing meanwhile, unless what is asked for is not in use
@@ -385,11 +432,17 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
     }
 
 
+def unlink(name: str, fd: int) -> None:
+    """A file beside the cache's own. A directory of its name is none of kvhost's."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        os.unlink(name, dir_fd=fd)
+
+
 def drop(tier: Tier, name: str, fd: int) -> None:
     """The empty directory of a namespace that is not in use; what is not a cache file keeps it."""
     for own in os.listdir(fd):
-        if own.startswith(".kvhost") or own in KEEPERS:
-            os.unlink(own, dir_fd=fd)
+        if own.startswith(".kvhost") or KEEPERS.match(own):
+            unlink(own, fd)
     drop_empty(fd)
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=tier.root)

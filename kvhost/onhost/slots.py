@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Keeps what is in the slots of llama-server: saves what changed, and before a stop; restores it.
 
-slots.py --base DIR list                      what is saved, as JSON
+slots.py --base DIR list                      what is saved, as JSON ("slot": that it was saved of)
 slots.py --base DIR save NAME [--slot N]      what slot N holds now, under a name of its own
-slots.py --base DIR restore NAME [--slot N]   into slot N, after its checksum was compared
-slots.py --base DIR forget NAME
+slots.py --base DIR restore NAME [--slot N]   into slot N, after its checksum was compared; "slot"
+                                              of the answer is N
+slots.py --base DIR forget NAME               exit 1 if nothing is saved under that name
 slots.py --base DIR check                     compares all that is saved; exit 1 if any is not whole
+Without --slot it is slot 0, and to restore slot-N it is slot N.
 
 By hand as root or as the service's user; --base names kvhost's directory, whose etc/slots.json says
 the rest. The services call it with --dir, --api and --record instead, for `run --every S` (the
@@ -21,7 +23,6 @@ Exit: 0 done, 1 not (why: stderr), 2 usage.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import encodings.idna  # noqa: F401 (before the identity changes: root's Python may be closed then)
 import http.client
 import json
@@ -36,9 +37,29 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING or __package__:
-    from kvhost.onhost.slots_files import NAME, OF_SLOT, Store, Trouble, read_json, say, say_once
+    from kvhost.onhost.slots_files import (
+        NAME,
+        OF_SLOT,
+        Store,
+        Trouble,
+        opened,
+        read_json,
+        removed,
+        say,
+        say_once,
+    )
 else:  # it lies beside this file on a host, where there is no package kvhost
-    from slots_files import NAME, OF_SLOT, Store, Trouble, read_json, say, say_once
+    from slots_files import (
+        NAME,
+        OF_SLOT,
+        Store,
+        Trouble,
+        opened,
+        read_json,
+        removed,
+        say,
+        say_once,
+    )
 
 Data = dict[str, Any]
 #: seconds; a slot of 10 GB is written to a slow drive
@@ -118,12 +139,13 @@ class Keeper:
 
     def __init__(self, store: Store, server: Server) -> None:
         self.store, self.server = store, server
-        #: names that save_changed could not save
+        #: names that the last save_changed could not save
         self.failed: list[str] = []
 
     def save(self, slot: int, name: str, why: str, timeout: float) -> Data | None:
         """None where the slot is empty. What was saved before stays until this is whole."""
         draft = f"{name}.{os.getpid()}.tmp"
+        self.store.expect(name, draft)  # nothing is written for nothing
         try:
             told = self.server.act(slot, "save", draft, timeout)
             count, tokens = told.get("n_written"), told.get("n_saved")
@@ -134,12 +156,12 @@ class Keeper:
             about = {"bytes": count, "tokens": tokens, "slot": slot, "why": why}
             return self.store.keep(name, draft, {**about, "server_build": self.server.build()})
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.store.path(draft))
+            removed(self.store.path(draft))
 
     def save_changed(self, why: str, limit_s: float, *, busy_too: bool) -> list[str]:
         """Saves every slot whose prompt is another than was saved or restored last; their names."""
         deadline, state, done = time.monotonic() + limit_s, self.state(), []
+        self.failed = []
         for slot in self.server.slots():
             key, name = change_key(slot), f"slot-{slot['id']}"
             if key is None or state["saved"].get(name) == key:
@@ -148,13 +170,13 @@ class Keeper:
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
-                say(f"{name} is not saved: no time left")
+                say_once(f"{name} is not saved: no time left")
                 self.failed.append(name)
                 continue
             try:
                 note = self.save(slot["id"], name, why, left)
             except (Trouble, OSError) as error:
-                say(f"{name} is not saved: {error}")
+                say_once(f"{name} is not saved: {error}")
                 self.failed.append(name)
                 continue
             if note is not None:
@@ -237,7 +259,8 @@ def run(keeper: Keeper, every: float) -> None:
                 saved_at = time.monotonic()
                 with keeper.store.locked():
                     keeper.save_changed("changed", SAVE_S, busy_too=False)
-                say_once.cache_clear()
+                if not keeper.failed:
+                    say_once.cache_clear()
         except (Trouble, OSError) as error:
             if "does not answer" not in str(error) and "HTTP 503" not in str(error):
                 say_once(str(error))
@@ -246,12 +269,11 @@ def run(keeper: Keeper, every: float) -> None:
 
 def of_base(base: str) -> list[str]:
     """What the keeper's own description says: --dir, --api, --record. Raises Trouble, OSError."""
-    with open(os.path.join(base, "etc", "slots.json"), encoding="utf-8") as handle:
-        spec = json.load(handle)
+    spec = read_json(os.path.join(base, "etc", "slots.json"))
     argv = spec["argv"]
     for path in spec.get("secret_env", {}).values():
-        with open(path, encoding="utf-8") as handle:
-            os.environ["LLAMA_API_KEY"] = handle.read().rstrip("\n")
+        with opened(path) as handle:
+            os.environ["LLAMA_API_KEY"] = handle.read().decode().rstrip("\n")
     start = next(n for n, word in enumerate(argv) if word.endswith("/slots.py")) + 1
     return [str(word) for word in argv[start : argv.index("run")]]
 
@@ -274,6 +296,10 @@ def name(text: str) -> str:
     return text
 
 
+def any_name(text: str) -> str:
+    return text if OF_SLOT.match(text) else name(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", help="kvhost's directory, in the place of the next three")
@@ -286,18 +312,20 @@ def parse() -> argparse.Namespace:
     save = commands.add_parser("save", help="save a slot under a name, or all that changed")
     save.add_argument("name", nargs="?", type=name)
     save.add_argument("--all", action="store_true", help="every slot that changed, as slot-N")
-    save.add_argument("--slot", type=int, default=0)
+    save.add_argument("--slot", type=int, help="0 without it")
     save.add_argument("--why", default="asked for")
     back = commands.add_parser("restore", help="restore a saved slot")
-    back.add_argument("name", type=lambda text: text if OF_SLOT.match(text) else name(text))
-    back.add_argument("--slot", type=int, default=0)
+    back.add_argument("name", type=any_name)
+    back.add_argument("--slot", type=int, help="0 without it, and N of slot-N")
     gone = commands.add_parser("forget", help="remove a saved slot")
-    gone.add_argument("name", type=lambda text: text if OF_SLOT.match(text) else name(text))
+    gone.add_argument("name", type=any_name)
     commands.add_parser("list", help="what is saved, JSON")
     commands.add_parser("check", help="compare all that is saved, JSON")
     args = parser.parse_args()
     if args.command == "save" and bool(args.name) == args.all:
         parser.error("save: a name, or --all")
+    if args.command == "save" and args.all and args.slot is not None:
+        parser.error("save --all saves every slot: no --slot")
     if not args.base and not (args.dir and args.api and args.record):
         parser.error("--base, or --dir, --api and --record")
     if args.base:
@@ -322,18 +350,22 @@ def act(args: argparse.Namespace, keeper: Keeper) -> Any:
     if args.command == "check":
         return {name: store.why_not(name, note, None) for name, note in store.notes().items()}
     if args.command == "forget":
+        if not store.entries(args.name):
+            raise Trouble(f"nothing is saved as {args.name}")
         if not store.forget(args.name):
             raise Trouble(f"{args.name} could not be removed")
         return {"forgotten": args.name}
     if args.command == "save" and args.all:
         saved = keeper.save_changed(args.why, STOP_S, busy_too=True)
         return {"saved": saved, "failed": keeper.failed}
-    keeper.server.require(args.slot)
+    own = OF_SLOT.match(args.name)
+    slot = args.slot if args.slot is not None else int(own.group(1)) if own else 0
+    keeper.server.require(slot)
     if args.command == "restore":
-        return shown(keeper.restore(args.slot, args.name))
-    note = keeper.save(args.slot, args.name, args.why, SAVE_S)
+        return {**shown(keeper.restore(slot, args.name)), "slot": slot}
+    note = keeper.save(slot, args.name, args.why, SAVE_S)
     if note is None:
-        raise Trouble(f"slot {args.slot} is empty: nothing was saved")
+        raise Trouble(f"slot {slot} is empty: nothing was saved")
     return shown(note)
 
 

@@ -9,11 +9,16 @@ a damaged file is loaded as if it were good, a short one ends the process. So no
 before all of this was compared.
 
 The pruner counts and removes *.kv (hidden files it leaves); what it leaves alone is cleared here.
+
+What is no regular file at one of these names is nobody's data: a pipe, a socket, a link (never what
+it names) and an empty directory are removed, and said. A directory that holds something stays, and
+one line says what cannot be done until it is moved away. Nothing here waits for a pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -58,11 +63,16 @@ def say_once(text: str) -> None:
 
 def opened(path: str) -> BinaryIO:
     """A regular file, no link; a pipe is not waited for. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return os.fdopen(open_regular(path, os.O_RDONLY), "rb")
+
+
+def open_regular(path: str, flags: int) -> int:
+    """As os.open(), of a regular file alone. Raises OSError."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(f"{path} is not a regular file")
-    return os.fdopen(fd, "rb")
+    return fd
 
 
 def read_json(path: str) -> Data:
@@ -102,15 +112,45 @@ def well_formed(name: str, note: Data) -> bool:
 
 
 def removed(path: str) -> bool:
-    """Is it gone now? What cannot be removed (a directory) is said, and passed over."""
+    """Is it gone now? What cannot be removed (a directory that holds something) is said, and
+    passed over."""
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+        remove(path)
     except OSError as error:
-        say_once(f"cannot be removed: {error}")
+        say_once(f"cannot be removed: {in_the_way(path, error)}")
         return False
     return True
+
+
+def remove(path: str) -> None:
+    """A file, a link itself, or an empty directory. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+
+def make_way(path: str) -> None:
+    """What is no regular file gives way to one that is to be written. Raises Trouble."""
+    try:
+        kind = os.lstat(path).st_mode
+        if stat.S_ISREG(kind):
+            return
+        # whoever was quicker may have put a file there
+        (os.rmdir if stat.S_ISDIR(kind) else os.unlink)(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise Trouble(f"in the way: {in_the_way(path, error)}") from None
+    say(f"removed {path}, which was no file of the slots'")
+
+
+def in_the_way(path: str, error: OSError) -> str:
+    """What lies there and what to do about it."""
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return f"{path} is a directory that holds something: move it away"
+    return f"{path} ({error.strerror}): move it away"
 
 
 def digest_of(handle: BinaryIO) -> tuple[str, int]:
@@ -127,9 +167,9 @@ def sha256(path: str) -> tuple[str, int]:
         return digest_of(handle)
 
 
-def sync(path: str) -> None:
+def sync(folder: str) -> None:
     """Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fsync(fd)
     finally:
@@ -144,7 +184,9 @@ class Store:
         try:
             self.fields: Data = dict(read_json(self.path(NAMESPACE))["engine_config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Trouble(f"{folder} is no namespace of kvhost: {error}") from error
+            raise Trouble(
+                f"{folder} is no namespace of kvhost ({error}): kvhost up makes its file anew"
+            ) from error
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -152,7 +194,8 @@ class Store:
     @contextlib.contextmanager
     def locked(self, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
         """One at a time: the keeper, what runs before a stop, and commands by hand."""
-        fd = os.open(self.path(LOCK), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        make_way(self.path(LOCK))
+        fd = open_regular(self.path(LOCK), os.O_CREAT | os.O_RDWR)
         deadline = time.monotonic() + wait_s
         try:
             while True:
@@ -180,14 +223,19 @@ class Store:
         """What could not be remembered is done once more."""
         try:
             self.write(STATE, data)
-        except OSError as error:
-            say_once(f"{STATE} is not written: {error}")
+        except (Trouble, OSError) as error:
+            say_once(f"what was saved and restored is not remembered: {error}")
+
+    def make_way(self, *names: str) -> None:
+        """For files of these names. Raises Trouble for what stays in the way."""
+        for name in names:
+            make_way(self.path(name))
 
     def write(self, name: str, data: Data) -> None:
         """Whole or not at all, and on the disk."""
+        self.make_way(name, name + ".new")
         new = self.path(name + ".new")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
+        remove(new)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(new, flags, 0o600), "w", encoding="utf-8") as handle:
             json.dump(data, handle, indent=1)
@@ -213,17 +261,25 @@ class Store:
                 found[name] = note if well_formed(name, note) else None
         return found
 
+    def expect(self, name: str, draft: str) -> None:
+        """Before the server writes ``draft``, which keep() will make ``name``: it would wait for a
+        pipe, and write where a link leads. Raises Trouble, OSError."""
+        self.make_way(f".{name}.json", f".{name}.json.new", draft)
+        remove(self.path(draft))
+
     def keep(self, name: str, draft: str, told: Data) -> Data:
         """Makes a file that the server has just written the saved slot ``name``. Raises Trouble if
         it is not as long as the server said."""
         path = self.path(draft)
-        os.chmod(path, 0o600)
-        digest, count = sha256(path)
-        if count != told["bytes"]:
-            raise Trouble(f"{draft} has {count} bytes, the server wrote {told['bytes']}")
-        sync(path)
+        with opened(path) as handle:
+            os.fchmod(handle.fileno(), 0o600)
+            digest, count = digest_of(handle)
+            if count != told["bytes"]:
+                raise Trouble(f"{draft} has {count} bytes, the server wrote {told['bytes']}")
+            os.fsync(handle.fileno())
         before = (self.notes().get(name) or {}).get("file")
         file = f"{name}.{digest[:16]}.kv"
+        self.make_way(file)
         os.replace(path, self.path(file))
         sync(self.folder)
         note = {
@@ -266,10 +322,15 @@ class Store:
 
     def forget(self, name: str) -> bool:
         """Is all of it gone? The note first: a file without one is never named to the server."""
-        saved = [SAVED.match(entry) for entry in os.listdir(self.folder)]
-        own = [match.group() for match in saved if match and match.group(1) == name]
-        gone = [removed(self.path(entry)) for entry in (f".{name}.json", *own)]
+        gone = [removed(self.path(entry)) for entry in self.entries(name)]
         return all(gone)
+
+    def entries(self, name: str) -> list[str]:
+        """What lies here of a saved slot, its note first."""
+        there, note = os.listdir(self.folder), f".{name}.json"
+        saved = [SAVED.match(entry) for entry in sorted(there)]
+        own = [match.group() for match in saved if match and match.group(1) == name]
+        return [note, *own] if note in there else own
 
     def clear(self) -> list[str]:
         """Removes what belongs to no saved slot: files without a note, and old unfinished ones.

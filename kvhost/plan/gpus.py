@@ -100,6 +100,25 @@ def tokens_in_gpus(runner: Runner, report: HostReport, need: ModelNeed) -> int |
     return max(0, int((room - need.weights_of_rank(runner.ranks)) // per_token))
 
 
+def gpu_memory_notes(settings: Settings, report: HostReport, need: ModelNeed) -> Iterator[str]:
+    """What fits, in the words of what would not."""
+    there = _listed(report) or []
+    for runner in runners_of(settings):
+        ranks, tokens = runner.ranks, runner.settings.max_model_len
+        found = _room(runner, there, need) if ranks <= len(there) else None
+        if found is None:
+            continue
+        memory, room, per_token = found
+        weights, kv = need.weights_of_rank(ranks), per_token * tokens
+        if weights + kv <= room:
+            yield (
+                f"GPU memory of {runner.title}: {size(room)} of {size(memory)}"
+                + (f" on each of {ranks} GPUs" if ranks > 1 else "")
+                + f" hold weights {size(weights)} and KV; one request of {tokens} tokens takes "
+                f"{size(kv)}."
+            )
+
+
 def _fits(runner: Runner, there: list[SmiGpu], need: ModelNeed | None) -> Iterator[Refusal]:
     """Weights and the KV of one longest request, in the smallest GPU that the runner may get."""
     s, ranks = runner.settings, runner.ranks

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvhost.llama.need import MOST_LAYERS, too_many_layers
-from kvhost.plan.host import memory_for_us
-from kvhost.plan.types import GIB, PlanInputs, Refusal, Stage, size, unreadable
+from kvhost.plan.types import PlanInputs, Refusal, Stage, unreadable
 from kvhost.report import HostReport
 from kvhost.settings import Settings
 
@@ -17,8 +16,6 @@ SERVICES: tuple[tuple[str, Stage, str], ...] = (
     ("slots", "cache", "the keeper of its slots"),
     ("pruner", "cache", "the pruner"),
 )
-#: llama-server beside weights, KV and --cache-ram: what it computes in; 0.3 GiB were seen
-PROCESS_BYTES = GIB
 
 
 def loopback_notes(settings: Settings, others: Sequence[str], *, with_key: bool) -> Iterator[str]:
@@ -31,32 +28,6 @@ def loopback_notes(settings: Settings, others: Sequence[str], *, with_key: bool)
         "key, read and replace what is in its slots, and have it overwrite saved files (/slots). "
         "Set KVHOST_API_KEY or api_key_file."
     )
-
-
-def llama_memory(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
-    if report.memory.data is None:
-        yield unreadable("runner", "memory", report.memory.why)
-        return
-    need = facts.model
-    # of an architecture that is not known the file's own bytes still count
-    weights = need.weights_bytes if need else _file_bytes(report)
-    # all of it is allocated when it starts
-    tokens = settings.max_model_len * settings.llama_slots
-    kv = need.kv_bytes_per_token * tokens if need else 0
-    needed = weights + kv + settings.l1_gib * GIB + PROCESS_BYTES
-    have, whence = memory_for_us(report)
-    if needed > have:
-        yield Refusal(
-            "runner",
-            "ram_too_small",
-            "the model and its caches do not fit into memory",
-            f"{size(needed)}: weights {size(weights)}, KV {size(kv)} ({settings.llama_slots} slots "
-            f"of {settings.max_model_len} tokens), l1_gib {settings.l1_gib} GiB, process "
-            f"{size(PROCESS_BYTES)}",
-            f"{size(have)} free for kvhost, {whence}",
-            "lower max_model_len, llama_slots or l1_gib, a smaller llama_cache_type_k and _v, "
-            "a smaller model, or free memory",
-        )
 
 
 def llama_model(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
@@ -72,10 +43,6 @@ def llama_model(settings: Settings, report: HostReport, facts: PlanInputs) -> It
             f"max_model_len = {settings.max_model_len} tokens",
             f"max_model_len = {need.max_context}",
         )
-
-
-def _file_bytes(report: HostReport) -> int:
-    return sum(file.bytes for file in report.model.data.files) if report.model.data else 0
 
 
 def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:

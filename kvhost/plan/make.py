@@ -23,6 +23,7 @@ from kvhost.plan.host import (
 )
 from kvhost.plan.llama import SERVICES as LLAMA_SERVICES
 from kvhost.plan.llama import loopback_notes
+from kvhost.plan.memory import memory_notes
 from kvhost.plan.pod import pod_notes
 from kvhost.plan.refusals import find_refusals
 from kvhost.plan.replaced import replaced, replaced_notes
@@ -338,8 +339,7 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
             f"Figures are written to {settings.monitoring_textfile_dir}/kvhost.prom for "
             "node_exporter, which is not kvhost's to install (docs/monitoring.md)."
         )
-    if facts.model is None:
-        notes.append("The model's size is not known yet: memory was checked without its weights.")
+    notes += memory_notes(settings, report, facts)
     notes += accelerator_notes(settings, report, facts)
     if kvhost and kvhost.receipt.status == "unreadable":
         notes.append(f"The receipt of the last run is unreadable: {kvhost.receipt.why}.")

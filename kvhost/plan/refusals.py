@@ -17,13 +17,13 @@ from kvhost.plan.host import (
     choose_python,
     lock_is_free,
     lock_owner,
-    memory_for_us,
     minor,
     on_address,
     own_pids,
     own_shm,
 )
-from kvhost.plan.llama import llama_memory, llama_model
+from kvhost.plan.llama import llama_model
+from kvhost.plan.memory import memory_refusals
 from kvhost.plan.native import native_refusals
 from kvhost.plan.pod import pod_refusals
 from kvhost.plan.storage import places, room
@@ -33,11 +33,6 @@ from kvhost.report import HostReport, Os
 from kvhost.services.runners import FIRST, runners_of
 from kvhost.settings import Settings
 
-# vLLM and the cache server without weights and caches: about 3 GB resident were measured.
-PROCESSES_BYTES = int(3.5 * GIB)
-# one more rank, of the same runner or of another: 2.4 GiB were seen of a second runner on a CPU,
-# of which up to 1 GiB is its KV
-RANK_BYTES = int(2.5 * GIB)
 # vLLM's own queues and the workers' semaphores beside LMCache's pool.
 SHM_MARGIN_BYTES = GIB // 8
 
@@ -54,7 +49,7 @@ def find_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> 
     """All reasons, in the order of the stages."""
     llama = settings.runner == "llama_server"
     checks: list[Check] = [_privilege, _account, _run_lock, _units, _os, _cpu]
-    checks += [llama_memory, _ports] if llama else [_ram, _shm, _ports]
+    checks += [memory_refusals, _ports] if llama else [memory_refusals, _shm, _ports]
     checks += [
         drive_refusals,
         places,
@@ -231,34 +226,6 @@ def _cpu(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[
             "AVX2",
             f"{cpus.data.model or 'a CPU'} with {', '.join(cpus.data.flags) or 'no newer set'}",
             "use a newer CPU; in a virtual machine, pass the host's CPU through",
-        )
-
-
-def _ram(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
-    if report.memory.data is None:
-        yield unreadable("runner", "memory", report.memory.why)
-        return
-    runners = runners_of(settings)
-    # on a CPU the ranks of a runner share its weights; with a GPU they pass through memory once
-    weights = len(runners) * (facts.model.weights_bytes if facts.model else 0)
-    # each rank of a runner has KV memory of that size; with a GPU it lies in the GPU
-    kv = [one.settings.engine_kv_gib * one.ranks for one in runners if facts.cuda is None]
-    engine_kv = sum(kv)
-    # l1_gib is the cache server's, for all ranks: with LMCache's server they have none of their own
-    processes = PROCESSES_BYTES + (sum(one.ranks for one in runners) - 1) * RANK_BYTES
-    needed = weights + (engine_kv + settings.l1_gib) * GIB + processes
-    have, whence = memory_for_us(report)
-    if needed > have:
-        each = f" ({' + '.join(map(str, kv))} of {len(runners)} runners)" if len(kv) > 1 else ""
-        fewer = ", fewer runners" if len(runners) > 1 else ""
-        yield Refusal(
-            "runner",
-            "ram_too_small",
-            "the model and its caches do not fit into memory",
-            f"{size(needed)}: weights {size(weights)}, engine_kv_gib {engine_kv} GiB{each}, "
-            f"l1_gib {settings.l1_gib} GiB, processes {size(processes)}",
-            f"{size(have)} free for kvhost, {whence}",
-            f"lower engine_kv_gib or l1_gib, use a smaller model{fewer}, or free memory",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from kvhost.schema.runner_kinds import runners_with
 from kvhost.schema.runners import MoreRunner
 from kvhost.schema.settings import Settings
 from kvhost.settings import field_notes
@@ -33,6 +34,8 @@ for all hosts before anything is touched, and an unknown key is an error.
 - Secrets are never data: `api_key_file`, `hf_token_file` and `shared_tier_password_file` name
   files on the controller (mode 0600), or `KVHOST_API_KEY`, `HF_TOKEN` and `KVHOST_SHARED_PASSWORD`
   are set in its environment. A file counts before the environment.
+- *runners* are those that the setting means something with (`runner`); given with another one, and
+  as something else than its default, it is refused with the reason.
 - *Unset* as a default means that the setting may be left out; the sentence says what then happens.
 """
 
@@ -50,13 +53,15 @@ def page() -> str:
             notes["unit"] or "-",
             "unset" if field.default is None else _code(field.default),
             f"{(field.description or '').removesuffix('.')}{_bounds(field)}.",
+            ", ".join(runners_with(key)) or "all",
             f"`{key} = {notes['example']!r}`",
         ]
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         groups.setdefault(notes["group"], []).append(f"| {row} |")
     parts = [_HEAD]
     for group, rows in groups.items():
-        head = "| key | type | unit | default | meaning | example |\n|---|---|---|---|---|---|"
+        head = "| key | type | unit | default | meaning | runners | example |\n"
+        head += "|---|---|---|---|---|---|---|"
         parts.append("\n".join([f"## {group}", "", head, *rows, ""]))
     return "\n".join(parts)
 

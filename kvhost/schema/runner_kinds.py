@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvhost.schema.llama import LlamaSettings
+from kvhost.schema.ollama import OllamaSettings
+from kvhost.schema.ollama_combinations import MEANINGLESS
 from kvhost.schema.problems import Problem, short
 
 if TYPE_CHECKING:
@@ -39,9 +41,34 @@ NOT_LLAMA: Mapping[str, str] = {
     "gpu_memory_share": "GPUs are not in this version for it",
     "more_runners": "one llama-server a host; llama_slots is how many prompts it works on",
     "verify_runner": "there is one runner",
+    **dict.fromkeys(
+        ("monitoring", "monitoring_textfile_dir"),
+        "its figures are of vLLM and its cache server, in this version",
+    ),
+    **dict.fromkeys(
+        (
+            *("driver_install", "driver_reboot", "driver_version"),
+            *("driver_repository", "driver_repository_key"),
+        ),
+        "GPUs are not in this version for it",
+    ),
+    "reboot_local": "of the restart test's events it has no reboot",
+}
+#: what is written of a runner -> settings that mean nothing with it
+_NOTHING_WITH: Mapping[str, frozenset[str]] = {
+    "vLLM": frozenset({*LlamaSettings.model_fields, *OllamaSettings.model_fields}),
+    "llama-server": frozenset({*NOT_LLAMA, *OllamaSettings.model_fields}),
+    "Ollama": frozenset({*MEANINGLESS, *LlamaSettings.model_fields}),
 }
 #: of the restart test
 LLAMA_EVENTS = ("both", "kill")
+
+
+def runners_with(key: str) -> tuple[str, ...]:
+    """The runners that a setting means something with, as people call them; with another one it is
+    refused. Empty: with every one."""
+    found = tuple(title for title, nothing in _NOTHING_WITH.items() if key not in nothing)
+    return () if len(found) == len(_NOTHING_WITH) else found
 
 
 def kind_problems(s: Settings) -> _Found:
@@ -60,9 +87,6 @@ def kind_problems(s: Settings) -> _Found:
     for key in sorted(set(NOT_LLAMA) & given):
         what = f"means nothing with runner = 'llama_server': {NOT_LLAMA[key]}"
         yield _found((key, "runner"), what, f"{key} left out")
-    if s.monitoring:
-        what = "is of vLLM and its cache server, in this version"
-        yield _found(("monitoring", "runner"), what, "monitoring = False")
     yield from _model(s)
     yield from _events(s)
 

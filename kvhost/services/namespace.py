@@ -47,9 +47,15 @@ class Namespace:
     def digest(self) -> str:
         return digest_of(self.fields)
 
-    def metadata(self) -> str:
-        """Content of the file that describes the namespace beside its data (pruner, sweep)."""
-        data = {"schema": 1, "chunk_bytes": self.chunk_bytes, "engine_config": self.fields}
+    def metadata(self, model: str) -> str:
+        """Content of the file that describes the namespace beside its data (pruner, sweep, purge).
+        ``model``: as model_source names it, for people; the digest in the fields is what counts."""
+        data = {
+            "schema": 1,
+            "model": model,
+            "chunk_bytes": self.chunk_bytes,
+            "engine_config": self.fields,
+        }
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
 
