@@ -249,6 +249,7 @@ def test_the_scripts_are_python_3_9_and_import_only_the_standard_library() -> No
             *sys.stdlib_module_names,
             *(one.stem for one in scripts),
             "kvhost",
+            "bounded",
             "ready",
             "slots_files",
         }
