@@ -95,12 +95,7 @@ class Half(Pair):
 
 
 def load_check() -> Any:
-    load("kvhost_resp")
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        return load("shared_check")
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
+    return load("shared_check")
 
 
 def described(half: Half) -> list[Service]:

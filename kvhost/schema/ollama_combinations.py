@@ -46,7 +46,9 @@ MEANINGLESS = {
     "verify_runner": _ONE,
     **dict.fromkeys(("gpus", "gpu_memory_share", "tensor_parallel_size"), _GPU),
     **dict.fromkeys(("shared_tier", "shared_tier_password_file", "shared_tier_ca_file"), _SHARED),
-    "shared_tier_timeout_s": _SHARED,
+    **dict.fromkeys(
+        ("shared_tier_access_key", "shared_tier_region", "shared_tier_timeout_s"), _SHARED
+    ),
     **dict.fromkeys(
         ("monitoring", "monitoring_textfile_dir"),
         "its figures are of vLLM, the cache server and the tier",
