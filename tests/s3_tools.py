@@ -210,9 +210,12 @@ class SwiftServer:
                 assert all(one.poll() is None for one in self.processes), log.read_text()
                 time.sleep(0.02)
 
-    def stop(self) -> None:
+    def hold(self) -> None:
+        self.proxy.send_signal(signal.SIGSTOP)
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
         for one in self.processes:
-            end(one, signal.SIGKILL)
+            end(one, number)
 
 
 def end(process: subprocess.Popen[bytes], number: int) -> None:

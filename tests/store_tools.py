@@ -80,6 +80,10 @@ class RedisServer:
                 assert self.process.poll() is None, (self.folder / "redis.log").read_text()
                 time.sleep(0.02)
 
+    def hold(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(19)
+
     def stop(self, signal: int = 15) -> None:
         if self.process is not None:
             self.process.send_signal(18)  # one that is held cannot end

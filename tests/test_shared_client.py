@@ -148,8 +148,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: RedisServer, clients: lis
     a = Client(server.port, timeout=0.5)
     clients.append(a)
     assert a.put(one=BIG)
-    assert server.process is not None
-    server.process.send_signal(signal.SIGSTOP)
+    server.hold()
     began = time.monotonic()
     assert a.there("one") == [False]
     first = time.monotonic() - began
@@ -158,6 +157,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: RedisServer, clients: lis
         assert a.get("one", size=len(BIG)) == [None]
     assert time.monotonic() - began < first + 0.5
     assert "no answer within 0.5 s" in (a.until(False) or "")
+    assert server.process is not None
     server.process.send_signal(signal.SIGCONT)
     a.until(True)
     assert a.get("one", size=len(BIG)) == [BIG]

@@ -272,7 +272,7 @@ def test_a_store_that_is_away_at_the_start_dies_and_comes_back(
 def test_a_store_that_hangs_costs_one_time_out(server: SwiftServer, clients: list[Client]) -> None:
     a = client(server, clients, timeout=1.0)
     assert a.put(one=b"1")
-    server.proxy.send_signal(signal.SIGSTOP)
+    server.hold()
     try:
         began = time.monotonic()
         assert a.there(*(f"n{n}" for n in range(40))) == [False] * 40
@@ -452,6 +452,23 @@ def test_a_bucket_that_keeps_versions_is_said_when_something_is_removed(tmp_path
         asked.put("kvhost:ns-1:a", memoryview(b"x"))
         with pytest.raises(module.Said, match="the bucket keeps versions"):
             asked.forget(["kvhost:ns-1:a"])
+        assert server.names() == []
+
+
+def test_a_bucket_that_is_gone_in_use_is_a_store_that_is_away(
+    server: SwiftServer, clients: list[Client]
+) -> None:
+    a = client(server, clients)
+    assert a.get("one", size=len(BIG)) == [None]
+    server.ask("DELETE")
+    try:
+        assert not a.put(one=BIG)
+        assert "it has no such bucket" in (a.store.state()["why"] or "")
+        assert a.there("one") == [False]
+    finally:
+        server.ask("PUT")
+    a.until(True)
+    assert a.put(one=BIG)
 
 
 def test_a_host_is_asked_whether_the_store_answers_from_it(

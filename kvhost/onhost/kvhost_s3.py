@@ -11,6 +11,7 @@ kvhost:NAMESPACE:…, is an object kvhost/NAMESPACE/… of the bucket.
 from __future__ import annotations
 
 import base64
+import contextlib
 import fnmatch
 import hashlib
 import hmac
@@ -40,6 +41,10 @@ LONGEST_TEXT = 16 << 20
 AWAY = (429, 500, 502, 503, 504)
 #: keys that S3 deletes in one request
 DELETES = 1000
+VERSIONS = (
+    "the bucket keeps versions: what was removed stays in it as earlier ones, which a lifecycle "
+    "rule of its own has to remove"
+)
 
 
 class Place(NamedTuple):
@@ -162,7 +167,7 @@ class Connection:
     none waits longer than ``timeout`` for one answer."""
 
     #: as of kvhost_resp.py; each key of a look-up is a request of its own
-    workers, lookers = 16, 16
+    workers, lookers = 8, 16
 
     def __init__(self, place: Place, password: str | None, timeout: float) -> None:
         if password is None:
@@ -248,7 +253,8 @@ class Connection:
             query["continuation-token"] = after
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Removes them. Raises Said where some stay, be it as earlier versions."""
+        """Removes them. Raises Said, at the end, where some stay, be it as earlier versions."""
+        stays = ""
         for start in range(0, len(keys), DELETES):
             rows = "".join(f"<Object><Key>{html.escape(path_of(key))}</Key></Object>"
                            for key in keys[start : start + DELETES])  # fmt: skip
@@ -260,13 +266,14 @@ class Connection:
             failed = tree.find("{*}Error")
             if failed is not None:
                 said = f"{failed.findtext('{*}Code')}: {failed.findtext('{*}Message')}"
-                raise Said(f"of what was to be removed some stays: {said[:200]}")
-            if tree.find("{*}Deleted/{*}DeleteMarker") is not None or self.keeps_versions():
-                raise Said("the bucket keeps versions: what was removed stays in it as earlier "
-                           "ones, which a lifecycle rule of its own has to remove")  # fmt: skip
+                stays = f"some of what was to be removed stays: {said[:200]}"
+            elif tree.find("{*}Deleted/{*}DeleteMarker") is not None:
+                stays = stays or VERSIONS
+        if stays or (keys and self.keeps_versions()):
+            raise Said(stays or VERSIONS)
 
     def keeps_versions(self) -> bool:
-        """As far as this user may ask; an answer to a removal says so too, but Swift's."""
+        """As far as this user may ask. (AWS says so of a removal too, Swift does not.)"""
         try:
             tree = self.tree(self.request("GET", query={"versioning": ""}))
         except Said:
@@ -294,7 +301,10 @@ class Connection:
         try:
             if self.http.sock is not None:
                 self.http.sock.begin()
-            self.http.request(method, f"{path}?{sent}" if sent else path, body or None, headers)
+            target = f"{path}?{sent}" if sent else path
+            # a store may refuse before it has all, and read no more
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.http.request(method, target, body or None, headers)
             return self.http.getresponse()
         except StoreError:  # of connect()
             self.close()
@@ -349,9 +359,12 @@ class Connection:
     def refuse(
         self, answer: http.client.HTTPResponse, code: str | None = None, words: str = ""
     ) -> None:
-        """Raises StoreError of a store that is busy or broken, else Said."""
+        """Raises StoreError of a store that is busy or broken, or has the bucket no more; else
+        Said."""
         if code is None:
             code, words = self.error(answer)
+        if code == "NoSuchBucket":
+            raise StoreError(f"{self.place}: {meaning(answer.status, code, words)}")
         if answer.status in AWAY:
             raise self.away(answer, code)
         raise Said(f"{answer.status} {code or answer.reason}: {words}"[:200].rstrip(": "))

@@ -106,7 +106,7 @@ class Store:
         )
         self.mine = threading.local()
         self.said, self.said_at = "", 0.0
-        self.pool = ThreadPoolExecutor(self.workers, thread_name_prefix="kvhost-shared")
+        self.pool = ThreadPoolExecutor(max(at_once(place)), thread_name_prefix="kvhost-shared")
         self.closed = threading.Event()
         self.look()  # so that the log says at once how it stands
         threading.Thread(target=self.keep_looking, name="kvhost-shared", daemon=True).start()
