@@ -32,9 +32,9 @@ class SharedSettings(Flat):
     shared_tier: _Url | None = setting(
         _SHARED,
         None,
-        "Store that hosts share KV through. Redis or Valkey: redis://HOST:PORT on a private "
-        "address, rediss://HOST:PORT with TLS. A bucket of S3: s3+https://HOST[:PORT]/BUCKET, "
-        "s3+http:// on a private address.",
+        "Store that hosts share KV through: of Redis or Valkey rediss://HOST:PORT with TLS, or "
+        "redis:// on a private address; of S3 s3+https://HOST[:PORT]/BUCKET, or s3+http:// on a "
+        "private address.",
         example="redis://10.0.0.5:6379",
     )
     shared_tier_password_file: _File | None = setting(
