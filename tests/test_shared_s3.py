@@ -131,13 +131,14 @@ def test_a_key_holds_neither_the_models_path_nor_a_salt(
 
 
 def test_a_value_of_another_size_is_a_miss_and_the_client_goes_on(
-    server: SwiftServer, clients: list[Client]
+    server: SwiftServer, clients: list[Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     a = client(server, clients)
     assert a.put(one=BIG, two=b"y" * 10)
     assert a.get("one", "two", size=10) == [None, b"y" * 10]
     assert a.get("two", "one", size=len(BIG)) == [None, BIG]
     assert a.store.state()["answers"]
+    assert "refuses" not in caplog.text  # it is a plain miss
 
 
 def test_what_is_not_what_was_stored_is_a_miss_and_said_once(
