@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -470,6 +471,25 @@ def test_a_bucket_that_is_gone_in_use_is_a_store_that_is_away(
         server.ask("PUT")
     a.until(True)
     assert a.put(one=BIG)
+
+
+def test_what_a_check_of_two_hosts_stored_is_removed_and_counted(
+    server: SwiftServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(PASSWORD + "\n")
+    chunks = [f"00000100:0:{n:02x}" for n in range(3)]
+    for chunk in chunks[:2]:
+        server.client().put(f"kvhost:ns-1:{chunk}:-", memoryview(b"x"))
+    store = {"place": server.params(), "namespace": "ns-1", "password_file": str(secret)}
+    forget = load("shared_check").Check.forget
+    assert forget(SimpleNamespace(own={"store": store}), chunks) == 2
+    assert server.names() == []
+    secret.write_text("another-password-entirely\n")
+    assert forget(SimpleNamespace(own={"store": store}), chunks) is None
+    said = capsys.readouterr().err
+    assert "what the test stored stays there: s3+http://" in said
+    assert "entirely" not in said
 
 
 def test_a_host_is_asked_whether_the_store_answers_from_it(
