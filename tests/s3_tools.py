@@ -77,7 +77,6 @@ class SwiftServer:
 
     folder: Path
     options: tuple[str, ...] = ()
-    bucket: bool = True
     secret: str = PASSWORD
     ports: list[int] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -147,7 +146,9 @@ class SwiftServer:
         (self.folder / f"{name}-server.conf").write_text(text)
 
     def start(self) -> SwiftServer:
-        self.make()
+        first = not self.ports
+        if first:
+            self.make()
         self.processes.append(self.popen(
             swift() / "usr/bin/memcached", "-l", "127.0.0.1", "-p", str(self.ports[3]), "-U", "0",
             "-u", getpass.getuser(),
@@ -156,7 +157,7 @@ class SwiftServer:
             conf = self.folder / f"{name}-server.conf"
             self.processes.append(self.start_python(_SERVE, conf, name))
         self.front()
-        if self.bucket:
+        if first:
             self.ask("PUT")
         return self
 
@@ -179,6 +180,10 @@ class SwiftServer:
         """As services/shared.py has them."""
         return {"host": "127.0.0.1", "port": self.port, "bucket": BUCKET, "access": ACCESS,
                 "region": "us-east-1"}  # fmt: skip
+
+    def settings(self) -> dict[str, Any]:
+        return {"shared_tier": f"s3+http://127.0.0.1:{self.port}/{BUCKET}",
+                "shared_tier_access_key": ACCESS, "shared_tier_timeout_s": 5.0}  # fmt: skip
 
     def client(self) -> Any:
         return load("kvhost_s3").Connection(self.place(), self.secret, 10.0)
@@ -213,9 +218,13 @@ class SwiftServer:
     def hold(self) -> None:
         self.proxy.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        self.proxy.send_signal(signal.SIGCONT)
+
     def stop(self, number: int = signal.SIGKILL) -> None:
         for one in self.processes:
             end(one, number)
+        self.processes = []
 
 
 def end(process: subprocess.Popen[bytes], number: int) -> None:

@@ -84,6 +84,10 @@ class RedisServer:
         assert self.process is not None
         self.process.send_signal(19)
 
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(18)
+
     def stop(self, signal: int = 15) -> None:
         if self.process is not None:
             self.process.send_signal(18)  # one that is held cannot end
@@ -97,6 +101,9 @@ class RedisServer:
     def params(self) -> dict[str, Any]:
         """As services/shared.py has them."""
         return {"host": "127.0.0.1", "port": self.port}
+
+    def settings(self) -> dict[str, Any]:
+        return {"shared_tier": f"redis://127.0.0.1:{self.port}", "shared_tier_timeout_s": 1.0}
 
     def client(self) -> Any:
         resp = load("kvhost_resp")

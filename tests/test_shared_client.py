@@ -157,8 +157,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: RedisServer, clients: lis
         assert a.get("one", size=len(BIG)) == [None]
     assert time.monotonic() - began < first + 0.5
     assert "no answer within 0.5 s" in (a.until(False) or "")
-    assert server.process is not None
-    server.process.send_signal(signal.SIGCONT)
+    server.go_on()
     a.until(True)
     assert a.get("one", size=len(BIG)) == [BIG]
 

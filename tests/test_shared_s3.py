@@ -285,7 +285,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: SwiftServer, clients: lis
         assert time.monotonic() - began < first + 0.5
         assert "no answer within 1 s" in (a.until(False) or "")
     finally:
-        server.proxy.send_signal(signal.SIGCONT)
+        server.go_on()
     a.until(True)
     assert a.get("one", size=1) == [b"1"]
 
