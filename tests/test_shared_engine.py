@@ -120,8 +120,10 @@ class Two:
         return word, {one.id: one.met for one in conditions}, second
 
 
-STORES: dict[str, Any] = {"redis": partial(redis, lines=["maxmemory 1gb", "maxmemory-policy allkeys-lru"]),
-          "s3": s3}  # fmt: skip
+STORES: dict[str, Any] = {
+    "redis": partial(redis, lines=["maxmemory 1gb", "maxmemory-policy allkeys-lru"]),
+    "s3": s3,
+}
 
 
 @pytest.fixture(scope="module", params=STORES)
