@@ -25,8 +25,8 @@ _EXAMPLES = {"redis": "redis://10.0.0.5:6379", "s3": "s3+https://s3.example.org/
 _KINDS = {
     "s3": ("does not say by which server and whether with TLS", "s3"),
     "mooncake": (
-        "Mooncake is not in this version: its client needs RDMA or a network of its own and is "
-        "not in the lock", "redis",
+        "Mooncake is not in this version: LMCache's wheel is built without it, and Mooncake itself "
+        "is in no lock", "redis",
     ),
     "unix": ("a store behind a socket cannot be shared by several hosts", "redis"),
 }  # fmt: skip
