@@ -226,7 +226,7 @@ class Connection:
             count = self.read(answer, view[had:])
             if not count:
                 self.close()
-                raise Said(f"of {len(view)} bytes of a value {had} came")
+                raise Said("a value ended before its length")
             had += count
         answer.read()
         if answer.headers.get(DIGEST) != hashlib.sha256(view).hexdigest():
