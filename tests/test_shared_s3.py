@@ -245,7 +245,7 @@ def test_a_store_that_is_away_at_the_start_dies_and_comes_back(
             assert a.there("one") == [False]
             assert not a.put(one=b"1")
             assert a.get("one", size=1) == [None]
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 3
             assert "Connection refused" in (a.store.state()["why"] or "")
     finally:
         server.front()
@@ -272,18 +272,18 @@ def test_a_store_that_is_away_at_the_start_dies_and_comes_back(
 
 
 def test_a_store_that_hangs_costs_one_time_out(server: SwiftServer, clients: list[Client]) -> None:
-    a = client(server, clients, timeout=1.0)
+    a = client(server, clients, timeout=2.0)
     assert a.put(one=b"1")
     server.hold()
     try:
         began = time.monotonic()
         assert a.there(*(f"n{n}" for n in range(40))) == [False] * 40
         first = time.monotonic() - began
-        assert 0.9 < first < 3
+        assert 1.9 < first < 6
         for _ in range(20):  # nobody waits a second time
             assert a.get("one", size=1) == [None]
         assert time.monotonic() - began < first + 0.5
-        assert "no answer within 1 s" in (a.until(False) or "")
+        assert "no answer within 2 s" in (a.until(False) or "")
     finally:
         server.go_on()
     a.until(True)
@@ -296,11 +296,11 @@ def test_a_store_that_trickles_is_away_after_the_time_out(
     assert client(server, clients).put(one=BIG)
     with socket.create_server(("127.0.0.1", 0)) as door:
         threading.Thread(target=trickle, args=(door, server.port), daemon=True).start()
-        a = client(server, clients, port=door.getsockname()[1], timeout=0.8)
+        a = client(server, clients, port=door.getsockname()[1], timeout=1.5)
         assert a.there("one") == [True]
         began = time.monotonic()
         assert a.get("one", size=len(BIG)) == [None]
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         assert not a.store.state()["answers"]
 
 
@@ -345,7 +345,7 @@ def test_what_a_refusal_means(
             place = load("kvhost_s3").Place(
                 "127.0.0.1", double.server_port, BUCKET, ACCESS, "us-east-1"
             )
-            a = Client(place)
+            a = Client(place, timeout=5.0)
             clients.append(a)
             assert why in (a.store.state()["why"] or "")
             said = b"<Error><Code>NoSuchKey</Code></Error>"
