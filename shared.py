@@ -13,6 +13,7 @@ from deploys.common.runlock import take_lock
 from deploys.common.store import look, secrets_of, store_of
 from kvhost.plan.types import Action, Plan, unreadable
 from kvhost.report import ReportError
+from kvhost.schema.shared_values import is_s3
 from kvhost.secrets import SecretError
 from kvhost.services.store import store_notes, store_refusals
 
@@ -21,7 +22,10 @@ if here is None:
     unreported()
 elif here.settings.shared_store_address is None:
     show(Plan((), (), ()))
-    shared.no_store(name="shared: no shared_store_address, no store here")
+    why = "no shared_store_address, no store here"
+    if is_s3(here.settings.shared_tier):
+        why += ": kvhost makes Redis or Valkey, and no S3 store or bucket"
+    shared.no_store(name=f"shared: {why}")
 else:
     settings = here.settings
     try:

@@ -49,7 +49,7 @@ _SECRET_SETTINGS = {
     "hf_token_file": "HF_TOKEN",
     "shared_tier_password_file": SHARED_PASSWORD_VARIABLE,
 }
-_SHARED = ("shared_tier", "shared_tier_timeout_s")
+_SHARED = ("shared_tier", "shared_tier_access_key", "shared_tier_region", "shared_tier_timeout_s")
 _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),

@@ -119,6 +119,8 @@ DEFAULTS: dict[str, object] = {
     "shared_tier": None,
     "shared_tier_password_file": None,
     "shared_tier_ca_file": None,
+    "shared_tier_access_key": None,
+    "shared_tier_region": "us-east-1",
     "shared_tier_timeout_s": 2.0,
     "shared_store_address": None,
     "shared_store_port": 6379,
@@ -127,6 +129,11 @@ DEFAULTS: dict[str, object] = {
     "shared_store_persistence": "none",
     "shared_store_cert_file": None,
     "shared_store_key_file": None,
+}
+_S3: dict[str, object] = {
+    "shared_tier": "s3+https://s3.example.org/kv-cache",
+    "shared_tier_access_key": "kvhost",
+    "shared_tier_password_file": "secrets/shared",
 }
 # What else must be set for the example of a key to be right.
 COMPANIONS: dict[str, dict[str, object]] = {
@@ -141,6 +148,8 @@ COMPANIONS: dict[str, dict[str, object]] = {
         "shared_tier": "redis://10.0.0.5:6379",
         "shared_tier_password_file": "secrets/shared",
     },
+    "shared_tier_access_key": _S3,
+    "shared_tier_region": _S3,
     "shared_tier_ca_file": {
         "shared_tier": "rediss://store:6379",
         "shared_tier_password_file": "secrets/shared",

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -79,6 +80,14 @@ class RedisServer:
                 assert self.process.poll() is None, (self.folder / "redis.log").read_text()
                 time.sleep(0.02)
 
+    def hold(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(19)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(18)
+
     def stop(self, signal: int = 15) -> None:
         if self.process is not None:
             self.process.send_signal(18)  # one that is held cannot end
@@ -87,7 +96,14 @@ class RedisServer:
             self.process = None
 
     def names(self) -> list[str]:
-        return sorted(self.client().scan("*"))
+        return sorted(self.client().find("*"))
+
+    def params(self) -> dict[str, Any]:
+        """As services/shared.py has them."""
+        return {"host": "127.0.0.1", "port": self.port}
+
+    def settings(self) -> dict[str, Any]:
+        return {"shared_tier": f"redis://127.0.0.1:{self.port}", "shared_tier_timeout_s": 1.0}
 
     def client(self) -> Any:
         resp = load("kvhost_resp")
@@ -111,13 +127,16 @@ def load(name: str) -> Any:
         assert spec
         assert spec.loader
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        sys.path.append(str(ONHOST))  # of those that it loads itself
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        finally:
+            sys.path.remove(str(ONHOST))
     return sys.modules[name]
 
 
 def shared_module() -> Any:
     """kvhost_shared.py over a double of LMCache's adapter class, which it only hands a client."""
-    load("kvhost_resp")
     words = _ADAPTER.split(".")
     made = [".".join(words[:count]) for count in range(1, len(words) + 1)]
     before = {name: sys.modules.get(name) for name in made}
@@ -135,14 +154,15 @@ def shared_module() -> Any:
 
 
 class Client:
-    """One cache server's client of a store, asked as LMCache's adapter asks it."""
+    """One cache server's client of a store, a port of Redis or a place, asked as LMCache's adapter
+    asks it."""
 
     def __init__(
-        self, port: int, namespace: str = "ns-" + "a" * 24, *, password: str | None = PASSWORD,
+        self, at: Any, namespace: str = "ns-" + "a" * 24, *, password: str | None = PASSWORD,
         timeout: float = 1.0, **more: Any,
     ) -> None:  # fmt: skip
         module = shared_module()
-        place = load("kvhost_resp").Place("127.0.0.1", port, **more)
+        place = load("kvhost_resp").Place("127.0.0.1", at, **more) if isinstance(at, int) else at
         held = os.environ.pop(module.PASSWORD, None)
         if password is not None:
             os.environ[module.PASSWORD] = password
@@ -192,6 +212,37 @@ def key(name: str) -> str:
     chunk, _, salt = name.partition("__")
     text = f"/models/m@00000001@0@{hashlib.sha256(chunk.encode()).hexdigest()}"
     return f"{text}@{salt}" if salt else text
+
+
+def trickle(door: socket.socket, port: int) -> None:
+    """A proxy that hands the store's answers on at 100 KB/s."""
+
+    def pipe(source: socket.socket, target: socket.socket, pause: float) -> None:
+        try:
+            while data := source.recv(1 << 10 if pause else 1 << 16):
+                target.sendall(data)
+                time.sleep(pause)
+        except OSError:
+            pass
+
+    while True:
+        try:
+            client, _ = door.accept()
+        except OSError:
+            return
+        store = socket.create_connection(("127.0.0.1", port))
+        for words in ((client, store, 0.0), (store, client, 0.01)):
+            threading.Thread(target=pipe, args=words, daemon=True).start()
+
+
+def certificate(folder: Path, name: str, alternative: str) -> None:
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext",
+         f"subjectAltName={alternative}", "-keyout", folder / f"{name}.key",
+         "-out", folder / f"{name}.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
 
 
 #: Debian's own, with what they need beyond the lab's image

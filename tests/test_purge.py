@@ -24,7 +24,8 @@ from kvhost import cli
 from kvhost.commands import care
 from kvhost.onhost.purge import is_model, parse
 from tests.e2e_tools import API_KEY, Site
-from tests.store_tools import PASSWORD, load, redis
+from tests.s3_tools import s3
+from tests.store_tools import PASSWORD, redis
 
 ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"
 SERVICES = """
@@ -134,24 +135,26 @@ def test_a_model_of_the_hub_is_named_as_there() -> None:
     assert not is_model(path, "org")
 
 
-def sharing(base: Base, port: int) -> None:
+def sharing(base: Base, params: dict[str, Any]) -> None:
     """The cache server of the base uses a store too."""
     spec = json.loads((base.root / "etc/cache.json").read_text())
-    params = {"host": "127.0.0.1", "port": port, "namespace": NOW, "timeout_s": 1}
-    plugin = {"type": "plugin", "adapter_params": params}
+    plugin = {"type": "plugin", "adapter_params": {**params, "namespace": NOW, "timeout_s": 1}}
     spec["argv"] += ["--l2-adapter", json.dumps(plugin)]
     (base.root / "etc/cache.json").write_text(json.dumps(spec))
     (base.root / "secrets").mkdir(exist_ok=True)
     (base.root / "secrets/shared-password").write_text(PASSWORD + "\n")
 
 
-def test_of_the_shared_tier_the_same_goes_and_nothing_else(base: Base, tmp_path: Path) -> None:
-    with redis(tmp_path / "store") as server:
-        sharing(base, server.port)
-        load("kvhost_resp")
+@pytest.mark.parametrize(("store", "scheme"), [(redis, "redis"), (s3, "s3+http")])
+def test_of_the_shared_tier_the_same_goes_and_nothing_else(
+    base: Base, tmp_path: Path, store: Any, scheme: str
+) -> None:
+    with store(tmp_path / "store") as server:
+        sharing(base, server.params())
         for space in (NOW, OLD, "ns-" + "f" * 24):
             for tenant in ("-", digest("ann"), digest("bob")):
-                server.client().ask("SET", f"kvhost:{space}:00000100:0:{'ab' * 32}:{tenant}", "x")
+                name = f"kvhost:{space}:00000100:0:{'ab' * 32}:{tenant}"
+                server.client().put(name, memoryview(b"x"))
         assert base.call("look", "--tenant-sha256", digest("ann"))["shared"] == 3
         assert base.call("remove", "--tenant-sha256", digest("ann"))["shared"] == 3
         left = server.names()
@@ -164,7 +167,8 @@ def test_of_the_shared_tier_the_same_goes_and_nothing_else(base: Base, tmp_path:
         assert told["shared"] is None
         assert "Connection refused" in told["shared_why"]
         said = base.call("remove", "--tenant-sha256", digest("bob"), rc=1)
-        assert "the files are removed, and what is in the shared tier stays: redis://" in said
+        assert f"the files are removed, and what is in the shared tier stays: {scheme}://" in said
+        assert PASSWORD not in said
         assert not [row for row in base.files() if row[2] == "bob"]
 
 

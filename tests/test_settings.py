@@ -265,6 +265,7 @@ TOGETHER = (
     *("model_revision", "driver_repository", "driver_repository_key"),
     *("shared_store_cert_file", "shared_store_key_file"),
     *("shared_tier", "shared_tier_password_file", "shared_store_address"),
+    "shared_tier_access_key",
 )
 
 

@@ -17,7 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.store_tools import PASSWORD, Client, RedisServer, key, load, redis, shared_module
+from tests.store_tools import (
+    PASSWORD,
+    Client,
+    RedisServer,
+    certificate,
+    key,
+    load,
+    redis,
+    shared_module,
+    trickle,
+)
 
 pytestmark = pytest.mark.fleet
 NS = "ns-" + "a" * 24
@@ -138,8 +148,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: RedisServer, clients: lis
     a = Client(server.port, timeout=0.5)
     clients.append(a)
     assert a.put(one=BIG)
-    assert server.process is not None
-    server.process.send_signal(signal.SIGSTOP)
+    server.hold()
     began = time.monotonic()
     assert a.there("one") == [False]
     first = time.monotonic() - began
@@ -148,7 +157,7 @@ def test_a_store_that_hangs_costs_one_time_out(server: RedisServer, clients: lis
         assert a.get("one", size=len(BIG)) == [None]
     assert time.monotonic() - began < first + 0.5
     assert "no answer within 0.5 s" in (a.until(False) or "")
-    server.process.send_signal(signal.SIGCONT)
+    server.go_on()
     a.until(True)
     assert a.get("one", size=len(BIG)) == [BIG]
 
@@ -168,27 +177,6 @@ def test_a_store_that_trickles_is_away_after_the_time_out(
         assert a.get("one", size=len(BIG)) == [None]
         assert time.monotonic() - began < 1.5
         assert a.there("one") == [False]
-
-
-def trickle(door: socket.socket, port: int) -> None:
-    """A proxy that hands the store's answers on at 100 KB/s."""
-
-    def pipe(source: socket.socket, target: socket.socket, pause: float) -> None:
-        try:
-            while data := source.recv(1 << 10 if pause else 1 << 16):
-                target.sendall(data)
-                time.sleep(pause)
-        except OSError:
-            pass
-
-    while True:
-        try:
-            client, _ = door.accept()
-        except OSError:
-            return
-        store = socket.create_connection(("127.0.0.1", port))
-        for words in ((client, store, 0.0), (store, client, 0.01)):
-            threading.Thread(target=pipe, args=words, daemon=True).start()
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -288,16 +276,6 @@ def test_tls_is_checked_and_works(tmp_path: Path, clients: list[Client]) -> None
         assert "its certificate: " in (b.store.state()["why"] or "")
         assert not c.store.state()["answers"]
         assert [b.there("one"), c.there("one")] == [[False], [False]]
-
-
-def certificate(folder: Path, name: str, alternative: str) -> None:
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext",
-         f"subjectAltName={alternative}", "-keyout", folder / f"{name}.key",
-         "-out", folder / f"{name}.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
 
 
 def test_a_name_of_lmcaches_of_another_form_is_no_key() -> None:

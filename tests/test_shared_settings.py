@@ -16,6 +16,7 @@ from kvhost.services import shared, store, vllm
 from kvhost.settings import settings_digest
 from tests.plan_cases import changed
 from tests.settings_cases import check, refused
+from tests.store_tools import load
 
 pytestmark = pytest.mark.fleet
 IN_ENV = {SHARED_PASSWORD_VARIABLE: "planted-4471aa"}
@@ -42,7 +43,7 @@ def test_a_store_on_a_private_address_or_with_tls(url: str) -> None:
     ("10.0.0.5:6379", "must be redis://HOST:PORT"),
     ("redis://10.0.0.5:6379/3", "something behind the port"),
     ("redis://10.0.0.5:99999", "not a URL that can be read"),
-    ("s3://bucket", "S3 store is not in this version"),
+    ("s3://bucket", "does not say by which server and whether with TLS"),
     ("mooncake://10.0.0.5:50051", "Mooncake is not in this version"),
     ("unix:///run/redis.sock", "cannot be shared"),
     ("redis://10.0.0.5:0", "has port 0"),
@@ -66,10 +67,70 @@ def test_what_no_host_may_use(url: str, said: str) -> None:
     assert "planted" not in found
 
 
+S3: dict[str, object] = {"shared_tier": "s3+https://s3.example.org/kv-cache",
+                         "shared_tier_access_key": "kvhost"}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [
+    "s3+http://10.0.0.5:9000/kv-cache", "s3+http://[fd00::1]/kv1", "s3+http://localhost:1/kv.a-b",
+    "s3+https://s3.eu-central-1.amazonaws.com/kv-cache", "s3+https://203.0.113.7:9000/kv-cache",
+])  # fmt: skip
+def test_a_bucket_on_a_private_address_or_with_tls(url: str) -> None:
+    assert check({**S3, "shared_tier": url}, IN_ENV).shared_tier == url
+
+
+@pytest.mark.parametrize(("url", "said"), [
+    ("s3+http://203.0.113.7/kv-cache", "'s3+https://203.0.113.7/kv-cache'"),
+    ("s3+http://s3.example.org:9000/kv-cache", "'s3+https://s3.example.org:9000/kv-cache'"),
+    ("s3+ftp://10.0.0.5/kv-cache", "of S3 s3+https://HOST/BUCKET"),
+    ("s3+https:///kv-cache", "of S3 s3+https://HOST/BUCKET"),
+    ("s3+https://s3.example.org", "names no bucket"),
+    ("s3+https://s3.example.org/", "names no bucket"),
+    ("s3+https://s3.example.org/kv-cache/", "something behind the bucket"),
+    ("s3+https://s3.example.org/kv-cache/a", "something behind the bucket"),
+    ("s3+https://s3.example.org/kv-cache?region=x", "something behind the port"),
+    ("s3+https://planted:planted@s3.example.org/kv-cache", "has a password in it (not shown)"),
+    ("s3+https://planted@s3.example.org/kv-cache", "that is shared_tier_access_key"),
+    ("s3+https://s3.example.org/kv", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/KV-cache", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/kv_cache", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/kv..cache", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/-kv", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/10.0.0.5", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/xn--kv", "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org/" + "k" * 64, "names a bucket that no S3 takes"),
+    ("s3+https://s3.example.org:0/kv-cache", "has port 0"),
+    ("s3+https://0.0.0.0/kv-cache", "names no host"),
+    ("S3+HTTPS://s3.example.org", "names no bucket"),
+])  # fmt: skip
+def test_what_no_host_may_use_of_s3(url: str, said: str) -> None:
+    found = refused({**S3, "shared_tier": url}, IN_ENV)["shared_tier"]
+    assert said in found
+    assert "planted" not in found
+
+
+@pytest.mark.parametrize(("change", "key", "said"), [
+    ({"shared_tier_access_key": None}, "shared_tier, shared_tier_access_key",
+     "knows a secret key by its access key"),
+    ({"shared_tier_access_key": "two planted"}, "shared_tier_access_key", "(not shown)"),
+    ({"shared_tier_region": "eu central"}, "shared_tier_region", "no name of a region"),
+    (STORE, "shared_tier, shared_store_address", "makes a Redis or Valkey"),
+    ({"shared_tier": "redis://10.0.0.5:1"}, "shared_tier, shared_tier_access_key",
+     "is of S3 alone"),
+    ({"shared_tier": "s3+http://10.0.0.5/kv-cache", "shared_tier_ca_file": "ca.pem"},
+     "shared_tier, shared_tier_ca_file", "only with TLS"),
+])  # fmt: skip
+def test_what_s3_needs_and_cannot_have(change: dict[str, object], key: str, said: str) -> None:
+    found = refused({k: v for k, v in {**S3, **change}.items() if v is not None}, IN_ENV)
+    assert said in found[key]
+    assert "planted" not in str(found)
+
+
 @pytest.mark.parametrize("runner", ["vllm", "llama_server"])
 @pytest.mark.parametrize(("key", "value"), [
     ("shared_tier_timeout_s", 5.0), ("shared_tier_password_file", "secrets/shared"),
-    ("shared_tier_ca_file", "ca.pem"),
+    ("shared_tier_ca_file", "ca.pem"), ("shared_tier_access_key", "kvhost"),
+    ("shared_tier_region", "eu-west-1"),
 ])  # fmt: skip
 def test_what_is_said_of_a_store_that_none_names(runner: str, key: str, value: object) -> None:
     (named,) = refused({"runner": runner, key: value})
@@ -164,6 +225,24 @@ def test_the_cache_server_has_its_own_tier_first_then_the_shared_one() -> None:
     assert "/var/lib/kvhost/lib/kvhost_shared.py" in cache.watch
 
 
+def test_the_cache_server_is_told_of_a_bucket() -> None:
+    ours = check({**S3, "shared_tier_region": "eu-west-1"}, IN_ENV)
+    cache = vllm.cache_service(ours, ours.paths, NAMESPACE)
+    given = json.loads(cache.argv[-1 - cache.argv[::-1].index("--l2-adapter") + 1])
+    params = given["adapter_params"]
+    place = load("kvhost_store").place_of(params)
+    assert place == load("kvhost_s3").Place(
+        "s3.example.org", 443, "kv-cache", "kvhost", "eu-west-1", tls=True
+    )
+    assert str(place) == S3["shared_tier"]
+    assert "/var/lib/kvhost/lib/kvhost_s3.py" in cache.watch
+    plain = check({"shared_tier": "s3+http://10.0.0.5/kv-cache", "shared_tier_access_key": "k"},
+                  IN_ENV)  # fmt: skip
+    where = shared.place(plain, plain.paths)
+    assert where is not None
+    assert (where["port"], where["tls"], where["region"]) == (80, False, "us-east-1")
+
+
 def test_without_a_shared_tier_nothing_is_different() -> None:
     plain = check({})
     cache = vllm.cache_service(plain, plain.paths, NAMESPACE)
@@ -255,6 +334,14 @@ def test_the_stores_files_hold_no_password_but_as_a_digest() -> None:
         assert "protected-mode yes" in text
         assert ("port 0\ntls-port 6379" in text) is ("shared_store_cert_file" in data)
         assert ("appendonly yes" in text) is ("shared_store_persistence" in data)
+
+
+def test_the_plan_says_that_kvhost_makes_no_bucket() -> None:
+    away = Part[SharedStore](status="ok", data=SharedStore(answers=False, why="no route"))
+    report = changed({}).model_copy(update={"shared": away})
+    told = list(shared_notes(check(S3, IN_ENV), report))[-1]
+    assert "s3+https://s3.example.org/kv-cache does not answer from here (no route)" in told
+    assert "kvhost makes no S3 store" in told
 
 
 def test_the_plan_says_whom_it_shares_with_and_that_the_store_is_away() -> None:

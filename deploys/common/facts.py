@@ -21,7 +21,8 @@ from kvhost.onhost import DRIVE_SCRIPTS
 
 #: what vLLM and LMCache load as a module: they lie in lib/ on the host
 LIBRARY = tuple(
-    ONHOST / f"kvhost_{name}.py" for name in ("guard", "connector", "offload", "shared", "resp")
+    ONHOST / f"kvhost_{name}.py"
+    for name in ("guard", "connector", "offload", "shared", "store", "resp", "s3")
 )
 
 

@@ -38,10 +38,10 @@ def shared_command(
 ) -> None:
     """Make the store that hosts share KV through.
 
-    On the hosts of the inventory that have a shared_store_address (docs/shared-tier.md). Hosts use
-    it by the setting shared_tier, with kvhost up. Exit: 0 done; 1 refused, failed, not reached, or
-    not agreed to; 2 wrong usage; 130 broken off. Of --check: 0 PASS; 1 FAIL, or it failed; 2
-    INCONCLUSIVE.
+    Redis or Valkey, on the hosts of the inventory that have a shared_store_address
+    (docs/shared-tier.md); a bucket of S3 it does not make. Hosts use it by the setting shared_tier,
+    with kvhost up. Exit: 0 done; 1 refused, failed, not reached, or not agreed to; 2 wrong usage;
+    130 broken off. Of --check: 0 PASS; 1 FAIL, or it failed; 2 INCONCLUSIVE.
     """
     if check is not None:
         if remove:

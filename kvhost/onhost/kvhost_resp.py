@@ -63,39 +63,50 @@ def words_of(words: Sequence[Word]) -> bytes:
     return b"".join(parts)
 
 
+def dial(place: Any, timeout: float) -> socket.socket:
+    """A connection to a place, of Redis or S3, with TLS where it has that. Raises StoreError."""
+    try:
+        raw = socket.create_connection((place.host, place.port), timeout)
+    except OSError as error:
+        raise StoreError(f"{place}: {reason(error, timeout)}") from None
+    try:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not place.tls:
+            return raw
+        context = ssl.create_default_context(cafile=place.ca)
+        return context.wrap_socket(raw, server_hostname=place.host)
+    except ssl.SSLCertVerificationError as error:
+        raw.close()
+        raise StoreError(f"{place}: its certificate: {error.verify_message}") from None
+    except (OSError, ValueError) as error:
+        raw.close()
+        raise StoreError(f"{place}: TLS: {error}") from None
+
+
+def reason(error: OSError, timeout: float) -> str:
+    if isinstance(error, (socket.timeout, TimeoutError)):
+        return f"no answer within {timeout:g} s"
+    return error.strerror or str(error)
+
+
 class Connection:
     """One connection, authenticated. Every method may raise StoreError, after which it is of no
     more use, and Said, after which it is. Times in seconds; none waits longer than ``timeout`` for
     one answer, however slowly it comes."""
 
+    #: how many values at once, and how many parts of a look-up, for all its keys are one request
+    workers, lookers = 4, 1
+
     def __init__(self, place: Place, password: str | None, timeout: float) -> None:
         self.place, self.timeout = place, timeout
         self.rest = b""
         self.deadline = time.monotonic() + timeout
-        try:
-            raw = socket.create_connection((place.host, place.port), timeout)
-        except OSError as error:
-            raise StoreError(f"{place}: {error.strerror or error}") from None
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.socket = self.wrapped(raw)
-        except ssl.SSLCertVerificationError as error:
-            raw.close()
-            raise StoreError(f"{place}: its certificate: {error.verify_message}") from None
-        except (OSError, ValueError) as error:
-            raw.close()
-            raise StoreError(f"{place}: TLS: {error}") from None
+        self.socket = dial(place, timeout)
         try:
             self.introduce(password)
         except BaseException:
             self.close()
             raise
-
-    def wrapped(self, raw: socket.socket) -> socket.socket:
-        if not self.place.tls:
-            return raw
-        context = ssl.create_default_context(cafile=self.place.ca)
-        return context.wrap_socket(raw, server_hostname=self.place.host)
 
     def introduce(self, password: str | None) -> None:
         try:
@@ -128,6 +139,14 @@ class Connection:
                 answers.append(error)
         return answers
 
+    def there(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys are there; they count as used now."""
+        answers = self.ask_all([("TOUCH", key) for key in keys])
+        refused = next((one for one in answers if isinstance(one, Said)), None)
+        if refused is not None:
+            raise refused
+        return [answer == 1 for answer in answers]
+
     def put(self, key: str, value: memoryview) -> None:
         """SET: the value goes out as it lies in memory."""
         self.begin()
@@ -156,8 +175,8 @@ class Connection:
         self.skip(2)
         return True
 
-    def scan(self, pattern: str) -> Iterator[str]:
-        """Names of keys that fit a pattern of Redis, each at least once."""
+    def find(self, pattern: str) -> Iterator[str]:
+        """Keys that fit a pattern of Redis, each at least once."""
         cursor = b"0"
         while True:
             cursor, found = self.ask("SCAN", cursor, "MATCH", pattern, "COUNT", "1000")
@@ -165,6 +184,11 @@ class Connection:
                 yield key.decode(errors="surrogateescape")
             if cursor == b"0":
                 return
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Removes them."""
+        for start in range(0, len(keys), 500):
+            self.ask("UNLINK", *keys[start : start + 500])
 
     # the wire
 
@@ -178,9 +202,7 @@ class Connection:
         return seconds
 
     def failed(self, error: OSError) -> StoreError:
-        if isinstance(error, (socket.timeout, TimeoutError)):
-            return StoreError(f"{self.place}: no answer within {self.timeout:g} s")
-        return StoreError(f"{self.place}: {error.strerror or error}")
+        return StoreError(f"{self.place}: {reason(error, self.timeout)}")
 
     def send(self, data: bytes | memoryview) -> None:
         try:

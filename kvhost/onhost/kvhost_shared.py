@@ -30,16 +30,23 @@ from typing import TYPE_CHECKING, Any
 from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
 
 if TYPE_CHECKING:
-    from kvhost.onhost.kvhost_resp import PREFIX, Connection, Place, Said, StoreError, place_of
+    from kvhost.onhost.kvhost_store import (
+        PREFIX,
+        Connection,
+        Place,
+        Said,
+        StoreError,
+        at_once,
+        connect,
+        place_of,
+    )
 else:  # it lies beside this file, in lib/
-    from kvhost_resp import PREFIX, Connection, Place, Said, StoreError, place_of
+    from kvhost_store import PREFIX, Said, StoreError, at_once, connect, place_of
 
 __all__ = ["SharedAdapter"]
 logger = logging.getLogger("lmcache.kvhost")
 
 PASSWORD = "KVHOST_SHARED_PASSWORD"
-#: of connections, and so of values at once
-WORKERS = 4
 #: seconds between two looks at a store that is away
 RETRY_S = 2.0
 Completion = tuple[int, bool, str, "list[bool] | None"]
@@ -87,6 +94,7 @@ class Store:
     def __init__(self, place: Place, namespace: str, timeout: float, pause: str | None) -> None:
         self.place, self.namespace, self.timeout, self.pause = place, namespace, timeout, pause
         self.password = os.environ.get(PASSWORD)
+        self.workers, self.lookers = at_once(place)
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.lock = threading.Lock()
         self.done: list[Completion] = []
@@ -98,7 +106,7 @@ class Store:
         )
         self.mine = threading.local()
         self.said, self.said_at = "", 0.0
-        self.pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvhost-shared")
+        self.pool = ThreadPoolExecutor(max(at_once(place)), thread_name_prefix="kvhost-shared")
         self.closed = threading.Event()
         self.look()  # so that the log says at once how it stands
         threading.Thread(target=self.keep_looking, name="kvhost-shared", daemon=True).start()
@@ -107,7 +115,7 @@ class Store:
 
     def look(self) -> None:
         try:
-            Connection(self.place, self.password, self.timeout).close()
+            connect(self.place, self.password, self.timeout).close()
         except StoreError as error:
             self.stands(str(error))
         else:
@@ -164,7 +172,7 @@ class Store:
                 except StoreError:
                     if time.monotonic() - began >= self.timeout:
                         raise
-            return self.kept(Connection(self.place, self.password, self.timeout), action)
+            return self.kept(connect(self.place, self.password, self.timeout), action)
         except StoreError as error:
             self.stands(str(error))
             raise
@@ -234,16 +242,15 @@ class Store:
             self.count("found", found)
             self.count("not_found", len(part) - found)
 
-        return self.submit(len(names), work, 1, look=True)
+        return self.submit(len(names), work, self.lookers, look=True)
 
     def touch(self, names: list[str]) -> list[bool]:
-        """Which keys are there; they count as used now. Raises StoreError."""
-        answers = self.use(lambda store: store.ask_all([("TOUCH", name) for name in names]))
-        for answer in answers:
-            if isinstance(answer, Said):
-                self.stands(f"{self.place}: it refuses: {str(answer)[:200]}")
-                raise StoreError(str(answer))
-        return [answer == 1 for answer in answers]
+        """Which keys are there. Raises StoreError."""
+        try:
+            return list(self.use(lambda store: store.there(names)))
+        except Said as error:
+            self.stands(f"{self.place}: it refuses: {str(error)[:200]}")
+            raise StoreError(str(error)) from None
 
     def submit_batch_get(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
         names = [store_key(self.namespace, key) for key in keys]
@@ -257,7 +264,7 @@ class Store:
                     self.refused(error)
                 self.count("loaded" if batch.good[number] else "failed")
 
-        return self.submit(len(names), work, WORKERS)
+        return self.submit(len(names), work, self.workers)
 
     def submit_batch_set(self, keys: Sequence[str], views: Sequence[memoryview]) -> int:
         names = [store_key(self.namespace, key) for key in keys]
@@ -278,7 +285,7 @@ class Store:
                     self.refused(error)
                 self.count("stored" if batch.good[number] else "failed")
 
-        return self.submit(len(names), work, WORKERS)
+        return self.submit(len(names), work, self.workers)
 
     def refused(self, error: Said) -> None:
         """One command was: no room (OOM), or rights were taken away. Said once a minute."""

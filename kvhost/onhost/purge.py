@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import kvhost_resp as resp
+    from kvhost.onhost import kvhost_store as stores
     from kvhost.onhost.pruner_tier import (
         DIRECTORY,
         METADATA,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 else:  # it lies beside this file on a host, where there is no package kvhost, or in lib/
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [here, os.path.join(os.path.dirname(here), "lib")]
-    import kvhost_resp as resp
+    import kvhost_store as stores
     from pruner_tier import (
         DIRECTORY,
         METADATA,
@@ -287,13 +287,13 @@ class Shared:
             return {"shared": None, "shared_why": None}
         password = os.path.join(self.args.base, "secrets", "shared-password")
         try:
-            store = resp.Connection(resp.place_of(self.params), resp.password_in(password), 20)
-            keys = {key for pattern in self.patterns() for key in store.scan(pattern)}
+            place = stores.place_of(self.params)
+            store = stores.connect(place, stores.password_in(password), 20)
+            keys = {key for pattern in self.patterns() for key in store.find(pattern)}
             if remove:
-                for some in (list(keys)[n : n + 500] for n in range(0, len(keys), 500)):
-                    store.ask("UNLINK", *some)
+                store.forget(list(keys))
             store.close()
-        except (resp.StoreError, resp.Said, OSError) as error:
+        except (stores.StoreError, stores.Said, OSError) as error:
             return {"shared": None, "shared_why": str(error)}
         return {"shared": len(keys), "shared_why": None}
 

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from kvhost.onhost.forked import Running, said
@@ -222,18 +223,20 @@ def drives(args: argparse.Namespace) -> Data:
 
 
 def shared(place: str | None) -> Data:
-    """Whether the store that hosts share KV through answers from here: its port, and that it is
-    no other server's, where it speaks plain RESP (redis://)."""
+    """Whether the store that hosts share KV through answers from here: its port, and without TLS
+    that it is no other kind of server's. Nothing here knows its password."""
     if place is None:
         raise Absent("not asked for")
-    kind, _, rest = place.partition("://")
-    name, _, port = rest.rpartition("@")[2].rpartition(":")
+    url = urlsplit(place)
+    ask = {"redis": b"*1\r\n$4\r\nPING\r\n", "s3+http": b"HEAD / HTTP/1.0\r\n\r\n"}
+    means = {"redis": ("-NOAUTH", "+PONG"), "s3+http": ("HTTP/1.",)}
+    port = url.port or {"s3+http": 80, "s3+https": 443}[url.scheme]
     try:
-        with socket.create_connection((name.strip("[]"), int(port)), 3) as one:
-            if kind == "redis":
-                one.sendall(b"*1\r\n$4\r\nPING\r\n")
+        with socket.create_connection((url.hostname or "", port), 3) as one:
+            if url.scheme in ask:
+                one.sendall(ask[url.scheme])
                 said = one.recv(100).decode(errors="replace").strip()
-                if not said.startswith(("-NOAUTH", "+PONG")):
+                if not said.startswith(means[url.scheme]):
                     return {"answers": False, "why": f"it says {said[:80]!r}"}
     except OSError as error:
         return {"answers": False, "why": error.strerror or str(error)}
@@ -295,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
                      help="models lie there too, beside those in base_dir")  # fmt: skip
     cli.add_argument("--drives", action="store_true", help="look at the drives too (as root)")
     cli.add_argument("--drive-mount", type=absolute, metavar="PATH", help="where one is mounted")
-    cli.add_argument("--shared", metavar="URL", help="is this store there: redis://HOST:PORT")
+    cli.add_argument("--shared", metavar="URL", help="is this store there, by its shared_tier")
     cli.add_argument("--timeout-s", type=float, default=30.0, help="seconds for all parts")
     print(json.dumps(report(cli.parse_args(argv)), separators=(",", ":")), flush=True)
     return 0

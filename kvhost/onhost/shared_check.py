@@ -5,7 +5,7 @@
 
 The config is that of evidence.py, and further: step ("write" on the first, "read" on the second),
 seed (64 hex digits, the same on both: of the prompts, which are kept nowhere), chunks ([RANK:GROUP:
-HASH, ...] that the first one's answer named), store {"place": as kvhost_resp.py takes it,
+HASH, ...] that the first one's answer named), store {"place": as kvhost_store.py takes it,
 "password_file", "namespace"}.
 
 write: a prompt that nobody has seen, and a short one; until both lie in the store; then this
@@ -31,13 +31,20 @@ if TYPE_CHECKING:
     from kvhost.onhost import evidence_probe as probe
     from kvhost.onhost.evidence_config import load_config
     from kvhost.onhost.evidence_events import Test
-    from kvhost.onhost.kvhost_resp import PREFIX, Connection, StoreError, password_in, place_of
+    from kvhost.onhost.kvhost_store import (
+        PREFIX,
+        Said,
+        StoreError,
+        connect,
+        password_in,
+        place_of,
+    )
 else:  # on the host the files lie beside each other, in no package; the last in lib/
     sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "lib")]
     import evidence_probe as probe
     from evidence_config import load_config
     from evidence_events import Test
-    from kvhost_resp import PREFIX, Connection, StoreError, password_in, place_of
+    from kvhost_store import PREFIX, Said, StoreError, connect, password_in, place_of
 
 Json = dict[str, Any]
 #: of this check alone, beside those of evidence.py
@@ -146,14 +153,16 @@ class Check:
         """How many of these the store had and lost; None if it could not be asked."""
         store = self.own["store"]
         try:
-            asked = Connection(place_of(store["place"]), password_in(store["password_file"]), 10)
+            asked = connect(place_of(store["place"]), password_in(store["password_file"]), 10)
             keys = [f"{PREFIX}{store['namespace']}:{chunk}:-" for chunk in dict.fromkeys(chunks)]
-            answers = asked.ask_all([("UNLINK", key) for key in keys])
+            answers = dict(zip(keys, asked.there(keys)))  # noqa: B905 (Python 3.9)
+            there = [key for key in keys if answers[key]]
+            asked.forget(there)
             asked.close()
-        except (StoreError, OSError) as error:
+        except (StoreError, Said, OSError) as error:
             print(f"shared_check: what the test stored stays there: {error}", file=sys.stderr)
             return None
-        return sum(answer for answer in answers if isinstance(answer, int))
+        return len(there)
 
 
 def arrived(before: Json | None, now: Json | None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvhost.report import HostReport
+from kvhost.schema.shared_values import is_s3
 from kvhost.settings import Settings
 
 
@@ -19,7 +20,9 @@ def shared_notes(settings: Settings, report: HostReport) -> Iterator[str]:
     store = report.shared
     why = store.why if store.data is None else store.data.why
     if store.data is None or not store.data.answers:
+        s3 = is_s3(settings.shared_tier)
+        makes = "kvhost makes no S3 store" if s3 else "kvhost shared makes a store"
         yield (
             f"The store at {settings.shared_tier} does not answer from here ({why}): until "
-            "it does this host has its own tier alone (kvhost shared makes a store)."
+            f"it does this host has its own tier alone ({makes})."
         )

@@ -19,7 +19,10 @@ _OF_THE_SERVER = {
     "heartbeat_s": "there is no cache server to be asked",
     "mq_timeout_s": "there is no cache server to be waited for",
     **dict.fromkeys(
-        ("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"),
+        (
+            *("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"),
+            *("shared_tier_access_key", "shared_tier_region"),
+        ),
         "a shared tier is a second tier of LMCache's server",
     ),
 }

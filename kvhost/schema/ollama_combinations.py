@@ -45,7 +45,16 @@ MEANINGLESS = {
     "more_runners": _ONE,
     "verify_runner": _ONE,
     **dict.fromkeys(("gpus", "gpu_memory_share", "tensor_parallel_size"), _GPU),
-    **dict.fromkeys(("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"), _SHARED),
+    **dict.fromkeys(
+        (
+            "shared_tier",
+            "shared_tier_ca_file",
+            "shared_tier_access_key",
+            "shared_tier_region",
+            "shared_tier_timeout_s",
+        ),
+        _SHARED,
+    ),
     "shared_tier_password_file": f"{_SHARED}, and this host has no store for others "
     "(shared_store_address)",
     **dict.fromkeys(

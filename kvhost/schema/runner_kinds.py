@@ -33,7 +33,11 @@ NOT_LLAMA: Mapping[str, str] = {
     "heartbeat_s": "it has no cache server",
     "mq_timeout_s": "it has no cache server",
     **dict.fromkeys(
-        ("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"), "it has no cache server"
+        (
+            *("shared_tier", "shared_tier_ca_file", "shared_tier_timeout_s"),
+            *("shared_tier_access_key", "shared_tier_region"),
+        ),
+        "it has no cache server",
     ),
     "drain_s": "it ends requests at once when it is stopped",
     "tensor_parallel_size": "GPUs are not in this version for it",

@@ -18,6 +18,8 @@ _SHARED, _STORE = "Shared tier", "Store of the shared tier"
 _Url = Annotated[str, AfterValidator(_shared_values.shared_tier)]
 _File = Annotated[str, AfterValidator(_values.controller_path)]
 _Address = Annotated[str, AfterValidator(_shared_values.store_address)]
+_Region = Annotated[str, AfterValidator(_shared_values.region)]
+_AccessKey = Annotated[str, AfterValidator(_shared_values.access_key)]
 _Eviction = Annotated[
     Literal["allkeys-lru", "allkeys-lfu"], BeforeValidator(_shared_values.store_eviction)
 ]
@@ -30,16 +32,17 @@ class SharedSettings(Flat):
     shared_tier: _Url | None = setting(
         _SHARED,
         None,
-        "Store that hosts share KV through, Redis or Valkey: redis://HOST:PORT on a private "
-        "address, rediss://HOST:PORT with TLS.",
+        "Store that hosts share KV through: of Redis or Valkey rediss://HOST:PORT with TLS, or "
+        "redis:// on a private address; of S3 s3+https://HOST[:PORT]/BUCKET, or s3+http:// on a "
+        "private address.",
         example="redis://10.0.0.5:6379",
     )
     shared_tier_password_file: _File | None = setting(
         _SHARED,
         None,
-        "File on the controller, readable by its owner alone, with the store's password, for the "
-        "store and for the hosts that use it; without it, KVHOST_SHARED_PASSWORD in the "
-        "controller's environment.",
+        "File on the controller, readable by its owner alone, with the store's password (of S3 the "
+        "secret key), for the store and for the hosts that use it; without it, "
+        "KVHOST_SHARED_PASSWORD in the controller's environment.",
         example="secrets/shared",
         reaches_host=False,
     )
@@ -50,6 +53,18 @@ class SharedSettings(Flat):
         "from; without it, those that the host trusts.",
         example="secrets/shared-ca.pem",
         reaches_host=False,
+    )
+    shared_tier_access_key: _AccessKey | None = setting(
+        _SHARED,
+        None,
+        "Access key id that an S3 store knows the hosts by; no secret.",
+        example="kvhost",
+    )
+    shared_tier_region: _Region = setting(
+        _SHARED,
+        "us-east-1",
+        "Region of the bucket; a store of your own has mostly this one.",
+        example="eu-central-1",
     )
     shared_tier_timeout_s: float = setting(
         _SHARED,

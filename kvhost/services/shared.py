@@ -9,7 +9,7 @@ from typing import Any
 
 from kvhost.basics import SHARED_PASSWORD_VARIABLE
 from kvhost.paths import HostPaths
-from kvhost.schema.shared_values import parts_of
+from kvhost.schema.shared_values import has_tls, is_s3, parts_of, port_of
 from kvhost.settings import Settings
 
 
@@ -28,16 +28,23 @@ def pause_path(paths: HostPaths) -> str:
 
 
 def place(settings: Settings, paths: HostPaths) -> dict[str, Any] | None:
-    """Where the store is, for kvhost_resp.py; None without a shared tier. Holds no secret."""
+    """Where the store is, for kvhost_store.py; None without a shared tier. Holds no secret."""
     if settings.shared_tier is None:
         return None
     url = parts_of(settings.shared_tier)
-    return {
+    where: dict[str, Any] = {
         "host": url.hostname,
-        "port": url.port,
-        "user": url.username,
-        "tls": url.scheme == "rediss",
+        "port": port_of(url),
+        "tls": has_tls(url),
         "ca": ca_path(paths) if settings.shared_tier_ca_file is not None else None,
+    }
+    if not is_s3(settings.shared_tier):
+        return {**where, "user": url.username}
+    return {
+        **where,
+        "bucket": url.path[1:],
+        "access": settings.shared_tier_access_key,
+        "region": settings.shared_tier_region,
     }
 
 
@@ -68,5 +75,5 @@ def modules(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
     """Files whose change means that the cache server has to be restarted."""
     if settings.shared_tier is None:
         return ()
-    return (*(f"{paths.lib}/{name}.py" for name in ("kvhost_shared", "kvhost_resp")),
-            ca_path(paths))  # fmt: skip
+    names = ("kvhost_shared", "kvhost_store", "kvhost_s3", "kvhost_resp")
+    return (*(f"{paths.lib}/{name}.py" for name in names), ca_path(paths))
