@@ -110,7 +110,11 @@ class Host:
         return only
 
     def pid(self, role: str) -> int:
-        return int(json.loads((self.state / f"{role}.json").read_text())["pid"])
+        """0 while it has none: a restart takes its record away before it writes the next."""
+        try:
+            return int(json.loads((self.state / f"{role}.json").read_text())["pid"])
+        except FileNotFoundError:
+            return 0
 
     def files(self) -> list[str]:
         return sorted(path.name for path in (self.state / "kv").iterdir())

@@ -22,7 +22,7 @@ from kvhost.commands import run as cli_run
 from kvhost.commands import running
 from kvhost.commands.run_log import KEPT, Mask, open_log
 from kvhost.fleet.read import load_fleet, pyinfra_hosts
-from tests.e2e_tools import make_site
+from tests.e2e_tools import free_ports, make_site
 
 pytestmark = pytest.mark.fleet
 REPO = Path(__file__).parents[1]
@@ -196,8 +196,10 @@ def test_the_installed_wheel_makes_a_copy_that_plans(tmp_path: Path, with_own: b
     run(kvhost, "init", "mine", cwd=tmp_path)
     inventories = {path.name for path in (tmp_path / "mine/inventories").iterdir()}
     assert inventories == {"fleet.py", "home.py", "pod.py", "rented_vm.py"}
-    planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json",
-                  "--data", "base_dir=/var/lib/kvhost-wheel",
+    names = ("api_port", "cache_port", "cache_http_port")  # this machine may serve already
+    ports = [f"{name}={port}" for name, port in zip(names, free_ports(3), strict=True)]
+    data = [w for one in ("base_dir=/var/lib/kvhost-wheel", *ports) for w in ("--data", one)]
+    planned = run(kvhost, "plan", "--inventory", "inventory.py", "--json", *data,
                   cwd=tmp_path / "mine/locks")  # fmt: skip
     line = next(line for line in planned.splitlines() if line.startswith('{"@local"'))
     assert json.loads(line)["@local"]["actions"]
