@@ -13,11 +13,18 @@ from click.testing import CliRunner
 
 from kvhost import cli, working_copy
 from tests.copy_tools import Copy
+from tests.e2e_tools import free_ports
 
 pytestmark = pytest.mark.fleet
 HERE = ("--inventory", "inventory.py")
 BASE = Path("/var/lib/kvhost-dry")
-DATA = ("--data", f"base_dir={BASE}")
+#: with free ports: this machine may serve already
+PORTS = dict(zip(("api_port", "cache_port", "cache_http_port"), free_ports(3), strict=True))
+DATA = tuple(
+    word
+    for key, value in {"base_dir": BASE, **PORTS}.items()
+    for word in ("--data", f"{key}={value}")
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,7 @@ def taken() -> Iterator[str]:
 
 
 def kvhost(copy: Copy, *words: str) -> tuple[int, str]:
-    code, text = copy.kvhost(words[0], *HERE, *words[1:], *DATA)
+    code, text = copy.kvhost(words[0], *HERE, *DATA, *words[1:])
     assert not BASE.exists()
     return code, text
 
@@ -47,15 +54,12 @@ def test_a_refusal_is_exit_code_1_dry_or_not(copy: Copy, taken: str) -> None:
     for words in (("up", "--dry"), ("verify", "--dry"), ("plan",), ("plan", "--dry"), ("up",)):
         code, text = kvhost(copy, *words, *port)
         assert (code, "port_taken" in text) == (1, True), text
-    code, text = copy.pyinfra("inventory.py", "deploy.py", "--dry", *port, *DATA)
+    code, text = copy.pyinfra("inventory.py", "deploy.py", "--dry", *DATA, *port)
     assert (code, "port_taken" in text) == (1, True), text
 
 
 def test_without_a_refusal_it_is_0(copy: Copy) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = f"api_port={free.getsockname()[1]}"
-    code, text = kvhost(copy, "up", "--dry", "--data", port)
+    code, text = kvhost(copy, "up", "--dry")
     assert code == 0, text
     assert "host: directories" in text
 
