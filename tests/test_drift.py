@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,21 @@ def test_a_rebuilt_host_has_an_equal_receipt(fleet: Fleet) -> None:
     again = receipts.load(fleet.folder / "receipts", "a")
     assert again.receipt == kept.receipt
     assert drift(fleet)[0] == 0
+
+
+def test_a_runner_that_hangs_is_drift_and_is_started_anew(fleet: Fleet) -> None:
+    """Its process is there, of the present configuration, and nothing ever answers."""
+    before = json.loads((fleet.bases["a"] / "run/runner.json").read_text())["pid"]
+    assert drift(fleet)[0] == 0
+    os.kill(before, signal.SIGSTOP)
+    code, told, text = drift(fleet)
+    assert (code, found(told)) == (2, [("service", "runner")]), text
+    # it has had longer than that to answer
+    ran = fleet.run("up", "--data", "ready_timeout_s=5")
+    assert ran.code == 0, ran.text[-4000:]
+    assert "it hangs" in ran.text
+    assert json.loads((fleet.bases["a"] / "run/runner.json").read_text())["pid"] != before
+    assert drift(fleet, "--data", "ready_timeout_s=5")[0] == 0
 
 
 # without a host

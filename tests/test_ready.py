@@ -252,3 +252,31 @@ def test_a_log_that_is_a_link_is_not_followed(place: Place, tmp_path: Path) -> N
     (place.root / "log" / "cache.log").symlink_to(tmp_path / "shadow")
     place.cache.answers["/healthcheck"] = (503, "")
     assert "root:secret" not in place.run("--timeout", "0.1", rc=1).stderr
+
+
+@pytest.mark.parametrize(
+    "silent, code", [("vllm", ready.RUNNER_HANGS), ("cache", ready.CACHE_HANGS)]
+)
+def test_a_service_that_should_have_answered_long_ago_hangs(
+    place: Place, silent: str, code: int
+) -> None:
+    ticks = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+    for name in ("runner", "cache"):
+        record = {"pid": 1, "start_ticks": ticks}
+        (place.root / "run" / f"{name}.json").write_text(json.dumps(record))
+    server = getattr(place, silent)
+    server.shutdown()
+    server.server_close()
+    done = place.run("--timeout", "2", rc=code)
+    assert "does not answer: it hangs" in done.stderr
+
+
+def test_one_that_answers_or_was_only_just_started_does_not_hang(place: Place) -> None:
+    ticks = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+    (place.root / "run/runner.json").write_text(json.dumps({"pid": 1, "start_ticks": ticks}))
+    place.vllm.answers["/health"] = (503, "loading")
+    assert "it hangs" not in place.run("--timeout", "2", rc=1).stderr
+    place.runner(os.getpid())  # the record is of another process
+    place.vllm.shutdown()
+    place.vllm.server_close()
+    assert "not ready after" in place.run("--timeout", "2", rc=1).stderr

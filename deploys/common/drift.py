@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from pyinfra import host
 
 from deploys.common.context import REPO, Run, Visit
-from deploys.common.facts import DriftText, DriveCheck
+from deploys.common.facts import CommandJson, DriftText, DriveCheck
 from deploys.common.ollama import prepare_ollama
 from deploys.common.ollama_texts import texts_of
 from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
+from deploys.common.ready import ready_commands
 from deploys.common.rendered import (
     gpus_of,
     manager_texts,
@@ -42,6 +45,7 @@ from kvhost.secrets import SecretError, api_key
 from kvhost.services import monitoring
 from kvhost.services.describe import services
 from kvhost.services.namespace import digest_of
+from kvhost.services.runners import runners_of
 from kvhost.services.served import api_key_path
 from kvhost.services.service import unit_file
 from kvhost.services.shared import password_path
@@ -101,8 +105,22 @@ def look() -> Found:
     wanted = wanted_of(run, kept)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
     found = compare(wanted, seen, own.receipt.data, drive_trouble(run))
+    if not any(row.part == "service" for row in found.rows):
+        found.rows += silent(run)
     found.rows += store
     return found
+
+
+def silent(run: Run) -> Iterator[Drift]:
+    """Runners whose process is there and that do not answer: hanging, or still loading a model."""
+    waits = ready_commands(run, "--once")
+    for runner, argv in zip(runners_of(run.settings), waits, strict=True):
+        answer = host.get_fact(CommandJson, argv=argv)
+        if answer["status"] != "ok":
+            with suppress(ValueError, KeyError, TypeError):
+                answer = {"why": json.loads(answer["why"])["missing"]}
+            why = f"it does not: {answer['why']}"
+            yield Drift("service", runner.service, "answers", why[:300])
 
 
 def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any]) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
@@ -38,8 +39,9 @@ from deploys.common.rendered import (
     vllm_yamls,
 )
 from kvhost.onhost.engine_whole import MARKER as ENGINE_MARKER
+from kvhost.onhost.ready import CACHE_HANGS, RUNNER_HANGS
 from kvhost.records.receipt import make_receipt, system_of
-from kvhost.services.runners import left_over
+from kvhost.services.runners import left_over, runners_of
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -114,6 +116,20 @@ def services_command(run: Run, *words: str) -> tuple[str, ...]:
     return ("python3", run.script("services"), *base, *words)
 
 
+def ready_or_again(run: Run) -> Iterator[str]:
+    """Waits for each runner; one that hangs is started anew, once, and waited for again."""
+    waits = ready_commands(run, "--timeout", str(run.settings.ready_timeout_s))
+    for runner, argv in zip(runners_of(run.settings), waits, strict=True):
+        wait = shlex.join(argv)
+        # a runner that hangs concerns no other; without the cache server none is served
+        one = shlex.join(services_command(run, "restart", runner.service))
+        all_of_them = shlex.join(services_command(run, "restart"))
+        yield (
+            f"{{ {wait}; case $? in 0) ;; {RUNNER_HANGS}) {one} && {wait} ;; "
+            f"{CACHE_HANGS}) {all_of_them} && {wait} ;; *) false ;; esac; }}"
+        )
+
+
 @operation()
 @converges
 def services_answer(run: Run) -> Commands:
@@ -131,10 +147,8 @@ def services_answer(run: Run) -> Commands:
         answers = [ask_json(command) for command in ready_commands(run, "--once")]
         if all(one["status"] == "ok" and one["data"]["ready"] for one in answers):
             return
-    timeout = str(run.settings.ready_timeout_s)
     command = StringCommand(
-        shlex.join(services_command(run, "ensure"))
-        + "".join(f" && {shlex.join(argv)}" for argv in ready_commands(run, "--timeout", timeout))
+        " && ".join((shlex.join(services_command(run, "ensure")), *ready_or_again(run)))
     )
 
     def come_or_go_back(state: Any, host: Any) -> bool:

@@ -6,7 +6,11 @@ with --health-only (llama-server, in whose slots a token would take the place of
 that it says of itself that it is ready. Without --cache there is no cache server to be asked.
 A service that fails meanwhile is shown at once with its last log lines (launch.py writes why into
 run/NAME.failed); the second failure of one ends the wait, long before a time-out would.
-`--once` asks a single time, generates nothing, and prints JSON. Exit: 0 ready, 1 not.
+`--once` asks a single time, generates nothing, and prints JSON.
+
+A service that hangs is none that is slow: it ran for longer than --timeout when the wait began, and
+nothing answered on its port for a minute since. Exit: 0 ready, 1 not, 3 the runner hangs, 4 the
+cache server does: a restart is what helps.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from typing import Any
 
 RUNNER = "runner"
 FAILURES = 2  # of one service, since the wait began
+RUNNER_HANGS, CACHE_HANGS = 3, 4  # exit codes
+SILENT_S = 60.0  # without any answer, of a process that should have answered long ago
 UNUSABLE = 78  # launch.py's exit for a description that no retry will mend
 
 # loopback is never reached through a proxy, whatever the environment says
@@ -95,6 +101,8 @@ class Server:
         self.key: str | None = None
         #: what the cache server said of itself last
         self.status: Any = None
+        #: the service on whose port nothing answered when it was asked last
+        self.silent: str | None = None
         if args.key_file:
             with open(args.key_file, encoding="utf-8") as handle:
                 self.key = handle.read().rstrip("\n")
@@ -104,6 +112,7 @@ class Server:
 
     def unhealthy(self, name: str) -> str | None:
         status, text = call(f"{self.api}/health", timeout=5)
+        self.silent = None if status else self.runner
         return None if status == 200 else f"{name}: " + (text.strip()[:200] or f"HTTP {status}")
 
     def missing(self, generate: bool) -> str | None:
@@ -112,6 +121,7 @@ class Server:
             return self.unhealthy("llama-server")
         if self.cache is not None:
             status, text = call(self.cache + "/healthcheck", timeout=5)
+            self.silent = None if status else "cache"
             if status != 200:
                 return "the cache server: " + (text.strip()[:200] or f"HTTP {status}")
         if self.api is None:
@@ -228,15 +238,31 @@ def lives(pid: int) -> bool:
         return False
 
 
+def age_s(base: str, name: str) -> float:
+    """Seconds for which a service's process has lived, by its record; 0 if it is not that one."""
+    record = read_json(os.path.join(base, "run", name + ".json"))
+    try:
+        with open(f"/proc/{int(record['pid'])}/stat", encoding="utf-8", errors="replace") as handle:
+            ticks = int(handle.read().rpartition(")")[2].split()[19])  # field 22 of proc(5)
+        if ticks != record["start_ticks"]:
+            return 0.0
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def wait(server: Server, timeout: float, main: int | None = None) -> int:
     """``main``: the service's first process, whose end ends the wait (systemd waits for us)."""
     names = ("cache", server.runner) if server.cache else (server.runner,)
     failures = Failures(server.base, names)
-    began = time.monotonic()
+    began = answered = time.monotonic()
     told = began - 5
+    overdue = {name for name in names if age_s(server.base, name) > timeout}
     while True:
         missing = server.missing(generate=True)
         now = time.monotonic()
+        if server.silent not in overdue:
+            answered = now
         if missing is None:
             say(f"ready after {now - began:.0f} s")
             away = shared_away(server.status)
@@ -250,6 +276,10 @@ def wait(server: Server, timeout: float, main: int | None = None) -> int:
         if given_up is not None:
             say(f"not ready: {given_up} does not start (it is still tried again)")
             return 1
+        if server.silent is not None and now - answered > min(SILENT_S, timeout):
+            age = age_s(server.base, server.silent)
+            say(f"not ready: {server.silent} has run for {age:.0f} s and does not answer: it hangs")
+            return CACHE_HANGS if server.silent == "cache" else RUNNER_HANGS
         if now - began > timeout:
             say(f"not ready after {timeout:.0f} s; missing: {missing}")
             for name in names:
