@@ -223,12 +223,12 @@ def test_another_password_is_one_line_and_no_secret_is_seen(two: Two) -> None:
     two.a.secret("wrong-planted-77aa90cc11ee")
     before = two.a.log("cache").count("it refuses the ")
     restart(two.a.base, "cache")
-    deadline = time.monotonic() + 90  # on a busy machine the new server is long in coming
+    until_registered(two.a)
+    assert two.a.answers(PROMPT)[0]
+    deadline = time.monotonic() + 60  # on a busy machine the new server is long in coming
     while two.a.log("cache").count("it refuses the ") == before:
         assert time.monotonic() < deadline, two.a.log("cache")[-3000:]
         time.sleep(0.5)
-    until_registered(two.a)
-    assert two.a.answers(PROMPT)[0]
     assert two.a.log("cache").count("it refuses the ") == before + 1
     assert not two.a.store()["answers"]
     lines = Path("/proc").glob("[0-9]*/cmdline")
