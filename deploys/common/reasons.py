@@ -65,7 +65,10 @@ def listen(host: Any) -> None:
 def last_words(lines: Iterable[str]) -> str:
     """The reason in what a program said before it failed: from the last line that begins with a
     program's name on, else the last line."""
-    said = [line.strip() for line in lines if line.strip()]
+    # "| " is how ready.py shows the end of a log, which follows the reason
+    said = [
+        s for line in lines if (s := line.strip()) and not s.startswith(("| ", "last lines of "))
+    ]
     named = [n for n, line in enumerate(said) if _NAMED.match(line)]
     return " ".join(said[named[-1] :] if named else said[-1:])
 

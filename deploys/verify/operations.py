@@ -35,6 +35,7 @@ from deploys.common.rendered import Late, look
 from kvhost.llama.evidence import parse_llama
 from kvhost.llama.verdict import judge_llama
 from kvhost.onhost.ready import own_requests
+from kvhost.records.journal import tell
 from kvhost.reports.kept import (
     Report,
     check_writable,
@@ -352,8 +353,8 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
         Console(stderr=True).print(headline(run.host, verdict))
         logger.info(
             f"    [{run.host}] the server is in use, and the test would restart it: it was left "
-            "out. What a run changed before is in force. When the server may be disturbed:\n"
-            "        kvhost verify --disrupt      (or --data disrupt=true)"
+            "out. What a run changed before is in force. When the server may be disturbed: the "
+            "same command with --data disrupt=true"
         )
     if report.persisted != "FAIL" and any(evidence.refused for _, evidence in results):
         _not_measured.add(run.host)
@@ -363,6 +364,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     tell_summary(run.host, persisted=report.persisted, time=report.time)
     judged(run.host, report.persisted, report.time)
     if report.left_out:
+        tell("in_use", host=run.host)
         back = f"if [ -e {before} ]; then mv -f {before} {stands}; fi"
         host.run_shell_command(StringCommand(back), **how)
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +25,20 @@ def copy_root() -> Path:
         check_version(top)
     except CopyError as error:
         raise click.ClickException(str(error)) from error
+    if not Path.cwd().resolve().is_relative_to(top):  # nobody asked for that copy, or its hosts
+        raise click.UsageError(
+            f"no working copy in {Path.cwd()} or above it: cd {top}, which is one, or kvhost init "
+            "DIR makes one"
+        )
     return top
+
+
+def program() -> str:
+    """How this command is typed: its name where PATH has it, else its path."""
+    own, known = Path(sys.argv[0]), shutil.which("kvhost")
+    if own.name != "kvhost" or (known is not None and Path(known).resolve() == own.resolve()):
+        return "kvhost"
+    return str(own.absolute())
 
 
 def default_inventory() -> str:

@@ -16,6 +16,7 @@ from typing import TextIO
 import click
 
 from kvhost.basics import counted, printable
+from kvhost.commands.run import program
 from kvhost.records import journal
 from kvhost.records.journal import RESULTS, Row, Told
 
@@ -76,7 +77,7 @@ def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: 
     """
     folder = journal.runs_dir()
     tell_of_the_last(folder)
-    words = ["kvhost", "up", "--inventory", inventory]
+    words = [program(), "up", "--inventory", inventory]
     try:
         path = journal.begin(folder, [*words, *rolling.words([]), *args])
     except OSError as error:
@@ -256,7 +257,8 @@ def show(told: Told, command: Sequence[str]) -> None:
     click.echo(", ".join(f"{count} {result}" for count, result in counts if count))
     again = journal.retry_command(command, rows)
     if again is not None:
-        click.echo(f"Once that is mended, for these hosts alone:\n  {again}")
+        when = "When they may be disturbed" if journal.only_in_use(rows) else "Once that is mended"
+        click.echo(f"{when}, for these hosts alone:\n  {again}")
 
 
 @contextmanager

@@ -291,6 +291,8 @@ def _verify(settings: Settings, report: HostReport, actions: list[Action]) -> Ac
         return Action("verify", f"no {what} (verify = never)", "keep")
     restarted = [words for name, _, words in planned(settings) if name != "pruner"]
     cost = f"restarts {' and '.join(restarted[:2])}"
+    if persisted is not None and not settings.disrupt:
+        cost += "; left out once others have asked the server (disrupt = true)"
     if persisted not in ("PASS", None) and replaced(settings, report) is None:
         what = f"{what} again: the last verdict is {persisted}"
     if settings.verify == "always" or "change" in states or persisted != "PASS":

@@ -136,6 +136,8 @@ class Row:
     persisted: str | None = None
     #: the test was left out by the settings (verify = never)
     untested: bool = False
+    #: the test was left out because the server is in use
+    in_use: bool = False
 
     @property
     def good(self) -> bool:
@@ -225,6 +227,8 @@ def _of_host(row: Row, event: dict[str, Any]) -> None:
         row.persisted = event["persisted"]
     elif kind == "untested":
         row.untested = True
+    elif kind == "in_use":
+        row.in_use = True
 
 
 def newest(folder: Path) -> Path | None:
@@ -246,8 +250,14 @@ def drop_limits(args: Sequence[str]) -> list[str]:
 
 def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
     """The command that runs again the hosts that are not as they should be; None if all are."""
-    names = [row.host for row in rows if not row.good]
-    if not names:
+    bad = [row for row in rows if not row.good]
+    if not bad:
         return None
-    limits = [word for name in names for word in ("--limit", name)]
-    return shlex.join([*drop_limits(without_secrets(command)), *limits])
+    more = ("--data", "disrupt=true") if only_in_use(bad) else ()
+    limits = [word for row in bad for word in ("--limit", row.host)]
+    return shlex.join([*drop_limits(without_secrets(command)), *more, *limits])
+
+
+def only_in_use(rows: Iterable[Row]) -> bool:
+    """Whether all that is not as it should be is a test that would have disturbed somebody."""
+    return all(row.in_use for row in rows if not row.good)
