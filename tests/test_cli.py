@@ -312,7 +312,10 @@ def test_status_counts_servers_of_others_only_where_asked_to(
     assert (code, "Not counted" in text) == (2, False)
 
 
-def test_status_names_a_host_that_was_never_tested(judged: Path) -> None:
+def test_status_names_a_host_that_was_never_tested(
+    judged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(judged)
     (judged / "fleet.yaml").write_text(
         'hosts:\n  one: {address: a}\n  two: {address: b}\n  "@local": {address: "@local"}\n'
     )

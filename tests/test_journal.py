@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -284,3 +285,23 @@ def test_the_next_run_says_where_the_last_stood(
     capsys.readouterr()
     Run().up()
     assert "did not end" not in capsys.readouterr().out
+
+
+def test_where_only_a_test_was_left_out_the_next_step_is_to_disturb() -> None:
+    """A run again alone would leave it out again, for ever."""
+    in_use = Row("a", "failed", persisted="INCONCLUSIVE", in_use=True)
+    good = Row("b", "unchanged", persisted="PASS")
+    assert journal.only_in_use([in_use, good])
+    again = journal.retry_command(["kvhost", "up", "--data", "k=v"], [in_use, good])
+    assert again == "kvhost up --data k=v --data disrupt=true --limit a"
+    assert not journal.only_in_use([in_use, Row("c", "failed")])
+    again = journal.retry_command(["kvhost", "up"], [in_use, Row("c", "failed")])
+    assert again == "kvhost up --limit a --limit c"
+
+
+def test_what_a_journal_says_of_a_test_that_was_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    events = [{"event": "hosts", "names": ["a"], "unreachable": []},
+              {"event": "in_use", "host": "a"}]  # fmt: skip
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert journal.read_journal(path).rows["a"].in_use

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from kvhost.commands.run_log import secrets_of_env
 from kvhost.records import journal
 from kvhost.records.journal import read_journal, tell
 from tests.copy_tools import Copy
+from tests.e2e_tools import REPO
 
 pytestmark = pytest.mark.fleet
 
@@ -164,3 +167,16 @@ def test_a_host_without_an_answer_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     _, _, silent = ask_all(run, "i.py", "deploys/logs.py", (), {})
     assert silent["a"] == "it gave no answer: engine: \x1b[31mno space is left"
     assert silent["c"] == "it gave no answer"
+
+
+def test_the_end_of_a_log_is_no_reason() -> None:
+    """ready.py shows it behind the reason. In a process of its own: it imports pyinfra."""
+    why = "not ready after 20 s; missing: vLLM: timed out"
+    said = [
+        "  ... 10 s, waiting for vLLM", why, "last lines of /b/log/runner.log:",
+        "  | INFO 11-30 Engine 000: 0.0 tokens/s",
+    ]  # fmt: skip
+    code = f"from deploys.common.reasons import last_words; print(last_words({said!r}))"
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=REPO, text=True, capture_output=True, check=True)
+    assert done.stdout.strip() == why

@@ -94,6 +94,9 @@ def test_a_clone_is_this_machine_until_its_fleet_has_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli_run, "root", lambda: tmp_path)
+    with pytest.raises(click.UsageError, match=f"no working copy in .*: cd {tmp_path}"):
+        cli_run.default_inventory()  # nobody who is elsewhere asked for this machine
+    monkeypatch.chdir(tmp_path)
     assert cli_run.default_inventory() == "inventory.py"
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("hosts: {}\n")
