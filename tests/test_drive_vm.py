@@ -17,6 +17,7 @@ from tests.lab.qemu import Drive, Machine
 from tests.lab.vm import Lab, settle
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.drives,
     pytest.mark.skipif(os.geteuid() != 0, reason="the test hosts need root"),
 ]
@@ -57,7 +58,6 @@ class TestOneDriveForLong:
         assert mounted_from(story.host) == "KVBLANK", ran.text
         assert story.untouched()
 
-    @pytest.mark.full
     def test_names_swapped_across_a_power_cut_and_a_second_run(self, story: Story) -> None:
         story.host.ssh(f"echo kept > {MOUNT}/kept && sync")
         before, fstab = story.host.names(), story.host.ssh("cat /etc/fstab").stdout
@@ -75,7 +75,6 @@ class TestOneDriveForLong:
         assert story.host.ssh("cat /etc/fstab").stdout == fstab
         assert story.untouched()
 
-    @pytest.mark.full
     def test_the_drive_is_pulled(self, story: Story) -> None:
         letters = story.others[0]
         story.host.rewire({0: letters})
@@ -91,7 +90,6 @@ class TestOneDriveForLong:
         assert story.host.ssh(f"ls -A {MOUNT}").stdout == ""
         assert story.untouched()
 
-    @pytest.mark.full
     def test_the_drive_is_back(self, story: Story) -> None:
         story.host.plug(1, story.blank)
         settle(story.host)
