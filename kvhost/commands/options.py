@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -15,6 +16,21 @@ _INVENTORY = (
 inventory_option = click.option("--inventory", default=default_inventory, help=_INVENTORY)
 #: where it may turn out that no inventory is needed; the command asks default_inventory()
 inventory_if_needed = click.option("--inventory", help=_INVENTORY)
+
+
+def terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def agreed(question: str) -> bool:
+    """Whether the user says yes to a removal; told, if not. Raises click.ClickException where
+    nobody can be asked."""
+    if not terminal():
+        raise click.ClickException("nothing was removed: no terminal to ask on; add -y")
+    if click.confirm(question, default=False):
+        return True
+    click.echo("nothing was removed")
+    return False
 
 
 def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
