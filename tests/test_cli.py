@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
-from kvhost.basics import EXIT_CODES, counted
+from kvhost.basics import EXIT_CODES, counted, up_command
 from kvhost.commands import drift as cli_drift
 from kvhost.commands import matrix as cli_matrix
 from kvhost.commands import run as cli_run
@@ -25,6 +26,8 @@ from kvhost.verdict.foreign import judge_foreign
 from kvhost.verdict.foreign_evidence import parse_foreign
 from tests import foreign_cases
 from tests.report_cases import NOON, PASSING, keep
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -326,3 +329,20 @@ def test_status_names_a_host_that_was_never_tested(judged: Path) -> None:
     (judged / "fleet.yaml").write_text("hosts: [\n")
     code, text = run("status")
     assert code == 2 and "fleet.yaml:2" in text
+
+
+def test_what_provisions_is_named_as_it_is_here(tmp_path: Path) -> None:
+    assert up_command(ROOT) == "bin/up"
+    assert up_command(tmp_path) == "kvhost up"
+
+
+def test_no_message_names_bin_up_by_itself() -> None:
+    """A copy that `kvhost init` made has none; basics.up_command() knows."""
+    texts = (*ROOT.glob("kvhost/**/*.py"), *ROOT.glob("deploys/**/*.py"), *ROOT.glob("*.py"))
+    found = {
+        path.name
+        for path in texts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and "bin/up" in str(node.value)
+    }
+    assert found <= {"basics.py", "run.py"}

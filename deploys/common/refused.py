@@ -5,10 +5,13 @@ from __future__ import annotations
 from pyinfra import context
 from pyinfra.api import operation
 
-from deploys.common.context import Visit
+from deploys.common.context import REPO, Visit
 from deploys.common.operations import Commands, refuse
 from deploys.common.prepare import visit, why_unreported
+from kvhost.basics import up_command
 
+UP = up_command(REPO)
+NOT_PROVISIONED = f"nothing was provisioned here: {UP} does that"
 SEE_THE_PLAN = "refused: nothing was changed on this host; the plan says what to do"
 SEE_ABOVE = "refused: nothing was changed on this host, see above"
 
@@ -45,7 +48,7 @@ def provisioned(script: str, name: str) -> Visit | None:
         unreported()
     elif here.lacks(script):
         base = here.paths.base_dir
-        refused(name, f"nothing of kvhost is in {base}: bin/up does that, or set its base_dir")
+        refused(name, f"nothing of kvhost is in {base}: {UP} does that, or set its base_dir")
     else:
         return here
     return None

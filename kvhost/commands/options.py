@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from kvhost.basics import up_command
 from kvhost.commands.run import default_inventory
+from kvhost.working_copy import CopyError, root
 
 _INVENTORY = (
     "pyinfra inventory; inventory.py is the machine that you are on. Without it: the hosts of "
@@ -16,6 +18,14 @@ _INVENTORY = (
 inventory_option = click.option("--inventory", default=default_inventory, help=_INVENTORY)
 #: where it may turn out that no inventory is needed; the command asks default_inventory()
 inventory_if_needed = click.option("--inventory", help=_INVENTORY)
+
+
+def up_here() -> str:
+    """What provisions from where the user is, for messages."""
+    try:
+        return up_command(root())
+    except CopyError:
+        return "kvhost up"
 
 
 def terminal() -> bool:

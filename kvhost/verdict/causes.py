@@ -355,8 +355,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "compiled-ops-missing",
         "vLLM or LMCache runs without its compiled operations.",
-        "Run bin/up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR that"
-        " cannot be written).",
+        "Run kvhost up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR"
+        " that cannot be written).",
         lambda f, m: _logged(f, *NOT_COMPILED),
     ),
     Row(
