@@ -356,6 +356,14 @@ def shows_and_asks(base: Base, copy: Path) -> None:
     code, text = remove(base, copy)  # nothing is left to ask about
     assert code == 0, text
     assert "Take kvhost away" not in text
+    assert "stays: the cache in" in text
+    assert "nothing of kvhost" not in text
+    code, text = kvhost(base, copy, "purge")
+    told = " ".join(text.split())
+    assert code == 1
+    assert f"the cache in {base.root}/tier; models in {base.root}/models" in told, text
+    assert "kvhost remove --data remove_cache=true --data remove_models=true removes it" in told
+    assert "kvhost up uses it again" in told, "the copy has no bin/"
 
 
 @pytest.mark.e2e
