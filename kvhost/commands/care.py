@@ -226,15 +226,31 @@ def show_logs(host: str, services: dict[str, Any]) -> None:
     """Why services failed, their errors with the newest on top, and then the last lines."""
     for name, row in services.items():
         if row["failed"]:
-            click.echo(f"{host} {name}: FAILED: {printable(row['failed'])}")
+            click.echo(f"{host} {name}: FAILED: {printable(failed_words(row))}")
     every = [(name, block) for name, row in services.items() for block in row["errors"]]
     for name, block in sorted(every, key=lambda item: item[1]["time"] or "", reverse=True):
         click.echo(f"{host} {name}: error at {block['time'] or 'an unknown time'}")
         for line in block["lines"]:
             click.echo(f"  {printable(line)}")
     for name, row in services.items():
+        if not row.get("begun", True):
+            click.echo(f"{host} {name}: not started yet, nothing is in {row['source']}")
+            continue
         click.echo(
             f"{host} {name}: the last {counted(len(row['lines']), 'line')} of {row['source']}"
         )
         for line in row["lines"]:
             click.echo(f"  {printable(line)}")
+
+
+def failed_words(row: dict[str, Any]) -> str:
+    """Why a service failed, when, and whether it runs now, as far as its host tells (an older one
+    tells the first).
+
+    >>> failed_words({"failed": "it ended", "failed_time": "2026-11-29 10:00:00", "runs": True})
+    'it ended (at 2026-11-29 10:00:00; it runs again now)'
+    """
+    more = [f"at {row['failed_time']}"] if row.get("failed_time") else []
+    if row.get("runs") is not None:
+        more.append("it runs again now" if row["runs"] else "it does not run now")
+    return str(row["failed"]) + (f" ({'; '.join(more)})" if more else "")
