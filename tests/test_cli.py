@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvhost.commands import run as cli_run
 from kvhost.commands.up import INTERRUPTED
 from kvhost.engine.matrix import load_matrix
 from kvhost.onhost.evidence_steps import run_step
+from kvhost.records import journal
 from kvhost.reports.kept import make_report, tell_summary, write_report
 from kvhost.sizing.kv_bytes import DTYPES, SizeError, dtype_named
 from kvhost.verdict.foreign import judge_foreign
@@ -346,3 +348,26 @@ def test_no_message_names_bin_up_by_itself() -> None:
         if isinstance(node, ast.Constant) and "bin/up" in str(node.value)
     }
     assert found <= {"basics.py", "run.py"}
+
+
+def test_a_verify_that_was_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        journal.tell("hosts", names=["h"], unreachable=[])
+        journal.tell("refused", host="h", why="run_lock")
+        return 1
+
+    monkeypatch.delenv(journal.VARIABLE, raising=False)
+    monkeypatch.setattr(cli, "pyinfra", refuse)
+    code, text = run("verify", "--inventory", "inventory.py")
+    assert (code, text) == (1, "no verdict: every host that was reached is refused, see above\n")
+    assert journal.VARIABLE not in os.environ
+
+
+def test_init_of_a_copy_that_is_up_to_date_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, text = run("init", str(tmp_path))
+    assert (code, "files written. Next: cd " in text) == (0, True)
+    monkeypatch.chdir(tmp_path)
+    code, text = run("init", ".")
+    assert (code, text.startswith(".: up to date. Next: kvhost ")) == (0, True), text
