@@ -21,4 +21,4 @@ else:
     elif found is None:
         refused(name="remove: not kvhost's", why=SEE_ABOVE)
     else:
-        nothing(name="remove: nothing of kvhost is here")
+        nothing(name="remove: nothing goes")

@@ -9,8 +9,9 @@ from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands, connector_arguments
 from deploys.common.ready import ready_command
-from deploys.common.refused import provisioned, refused
+from deploys.common.refused import UP, provisioned, refused
 from deploys.common.runlock import take_lock
+from deploys.remove import what_stays
 from kvhost.commands.asking import answer, question
 
 
@@ -51,7 +52,19 @@ def purge(at: Visit, verb: str) -> Commands:
     yield FunctionCommand(run, (), {})
 
 
-here = provisioned("purge", name="cache: look")
+def left_of_a_removal(at: Visit) -> str | None:
+    """What `kvhost remove` left, and what removes that; None where it left nothing."""
+    left = what_stays(at)
+    if not left:
+        return None
+    data = " ".join(f"--data {name}=true" for name in left)
+    return (
+        f"kvhost is removed from {at.paths.base_dir}, and what it stored stays there: "
+        f"{'; '.join(left.values())}. kvhost remove {data} removes it, {UP} uses it again"
+    )
+
+
+here = provisioned("purge", name="cache: look", why=left_of_a_removal)
 if here is not None and here.settings.runner == "ollama":
     why = "Ollama keeps no KV cache on disk: there is nothing to purge"
     refused(name="cache: none", why=why)

@@ -11,7 +11,7 @@ from deploys.common.context import Run
 from deploys.common.operations import Commands, connector_arguments
 from deploys.common.prepare import prepare
 from deploys.common.reasons import failed
-from deploys.common.refused import SEE_ABOVE, refused
+from deploys.common.refused import NOT_PROVISIONED, SEE_ABOVE, refused
 from deploys.common.rendered import look
 from deploys.common.runlock import take_lock
 from deploys.verify.operations import evidence_config
@@ -47,7 +47,7 @@ run = prepare(only_refusals=True)
 if run is None:
     refused(name="refused: see above", why=SEE_ABOVE)
 elif run.report.kvhost.data is None or run.report.kvhost.data.receipt.data is None:
-    refused(name="not provisioned", why="nothing was provisioned here: bin/up does that")
+    refused(name="not provisioned", why=NOT_PROVISIONED)
 elif run.settings.shared_tier is None:
     why = "this host uses no shared tier: set shared_tier, then kvhost up"
     refused(name="shared: no tier", why=why)

@@ -37,6 +37,11 @@ def lenient_output() -> None:
             reconfigure(errors="backslashreplace")
 
 
+def up_command(copy: Path) -> str:
+    """What provisions from this working copy: one that `kvhost init` made has no bin/."""
+    return "bin/up" if (copy / "bin/up").is_file() else "kvhost up"
+
+
 def counted(count: int, noun: str) -> str:
     """A count with its noun, which takes an s.
 

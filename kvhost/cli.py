@@ -316,10 +316,15 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "verdicts")
         os.environ[SUMMARY_VARIABLE] = str(told)
+        own = journal.VARIABLE not in os.environ  # of up it is kept
+        kept = Path(os.environ.setdefault(journal.VARIABLE, str(Path(folder, "journal"))))
         try:
             code = pyinfra(inventory, deploy, ("-y", *args))
         finally:
             os.environ.pop(SUMMARY_VARIABLE, None)  # its folder goes
+            if own:
+                os.environ.pop(journal.VARIABLE)
+        rows = list(journal.read_journal(kept).rows.values()) if kept.exists() else []
         lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
     verdicts: dict[str, int] = {}
     entries = [json.loads(line) for line in lines]
@@ -338,8 +343,6 @@ def run_and_tell(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
         return code
     if not verdicts:
         untested = not code and bool(entries)
-        kept = os.environ.get(journal.VARIABLE)
-        rows = journal.read_journal(Path(kept)).rows.values() if kept else ()
         click.echo("no verdict: " + ("verify is never" if untested else cli_up.none_done(rows)))
         if untested:
             _tell_apis(entries)

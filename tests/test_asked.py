@@ -47,6 +47,9 @@ def test_the_nearest_host_is_named_and_every_limit_counts(copy: Copy) -> None:
         code, text = copy.pyinfra(*words)
         assert code == 2, text
         assert f"{option} {word}: no such host or group; did you mean gpu-1?" in text
+    code, text = copy.pyinfra(inventory, "exec", "--limit", "nohost", "--", "true")
+    assert code == 2
+    assert "did you mean" not in text, "hosts is the group of all"
     both = ("--limit", "@local", "--exclude", "@loc*")
     code, text = copy.pyinfra(inventory, "exec", *both, "--", "true")
     assert (code, "leave no host" in text) == (2, True), text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +14,22 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
-from kvhost.basics import EXIT_CODES, counted
+from kvhost.basics import EXIT_CODES, counted, up_command
 from kvhost.commands import drift as cli_drift
 from kvhost.commands import matrix as cli_matrix
 from kvhost.commands import run as cli_run
 from kvhost.commands.up import INTERRUPTED
 from kvhost.engine.matrix import load_matrix
 from kvhost.onhost.evidence_steps import run_step
+from kvhost.records import journal
 from kvhost.reports.kept import make_report, tell_summary, write_report
 from kvhost.sizing.kv_bytes import DTYPES, SizeError, dtype_named
 from kvhost.verdict.foreign import judge_foreign
 from kvhost.verdict.foreign_evidence import parse_foreign
 from tests import foreign_cases
 from tests.report_cases import NOON, PASSING, keep
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -329,3 +334,43 @@ def test_status_names_a_host_that_was_never_tested(
     (judged / "fleet.yaml").write_text("hosts: [\n")
     code, text = run("status")
     assert code == 2 and "fleet.yaml:2" in text
+
+
+def test_what_provisions_is_named_as_it_is_here(tmp_path: Path) -> None:
+    assert up_command(ROOT) == "bin/up"
+    assert up_command(tmp_path) == "kvhost up"
+
+
+def test_no_message_names_bin_up_by_itself() -> None:
+    """A copy that `kvhost init` made has none; basics.up_command() knows."""
+    texts = (*ROOT.glob("kvhost/**/*.py"), *ROOT.glob("deploys/**/*.py"), *ROOT.glob("*.py"))
+    found = {
+        path.name
+        for path in texts
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and "bin/up" in str(node.value)
+    }
+    assert found <= {"basics.py", "run.py"}
+
+
+def test_a_verify_that_was_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+        journal.tell("hosts", names=["h"], unreachable=[])
+        journal.tell("refused", host="h", why="run_lock")
+        return 1
+
+    monkeypatch.delenv(journal.VARIABLE, raising=False)
+    monkeypatch.setattr(cli, "pyinfra", refuse)
+    code, text = run("verify", "--inventory", "inventory.py")
+    assert (code, text) == (1, "no verdict: every host that was reached is refused, see above\n")
+    assert journal.VARIABLE not in os.environ
+
+
+def test_init_of_a_copy_that_is_up_to_date_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, text = run("init", str(tmp_path))
+    assert (code, "files written. Next: cd " in text) == (0, True)
+    monkeypatch.chdir(tmp_path)
+    code, text = run("init", ".")
+    assert (code, text.startswith(".: up to date. Next: kvhost ")) == (0, True), text

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvhost.onhost import engine_pip
+from kvhost.onhost import engine, engine_pip
 
 ENGINE = Path(__file__).parent.parent / "kvhost" / "onhost" / "engine.py"
 UV = Path(sys.executable).parent / "uv"
@@ -612,6 +613,31 @@ echo "$0" > /proc/driver/nvidia/version && exec "$@"
 
 @needs_uv
 @root_only
+def test_what_uv_holds_in_its_cache_counts_as_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment is filled only at the end, and by links from the cache."""
+    cache, env = tmp_path / "cache", tmp_path / "env"
+    for folder in (cache, env):
+        folder.mkdir()
+    (cache / "of-before").write_bytes(bytes(5 << 20))
+    stop = threading.Event()
+    watcher = threading.Thread(target=engine.watch, args=((str(cache), str(env)), stop, 0.05))
+    watcher.start()
+    try:
+        time.sleep(0.1)
+        (cache / ".tmp1").write_bytes(bytes(3 << 20))
+        time.sleep(0.2)
+        os.link(cache / ".tmp1", env / "module.so")
+        time.sleep(0.2)
+    finally:
+        stop.set()
+        watcher.join()
+    told = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines()]
+    assert told[0] == 0
+    assert told[-1] == 3, "without what was there before, and a link counts once"
+
+
 def test_with_another_driver_it_is_proven_again_and_not_built(place: Place) -> None:
     place.more = ["--cuda", "13", "--gpus", "8.9"]
 

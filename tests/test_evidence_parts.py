@@ -297,3 +297,19 @@ def test_the_secrets_of_a_second_pair_are_its_users_alone(tmp_path: Path) -> Non
     assert rows == [("nobody", 0o700), ("nobody", 0o400)]
     assert credentials({"cache": {}, "runner": {}}, str(tmp_path / "none"), "nobody") == {}
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("busy", "foreign", "words"),
+    [
+        (0, 2, "0 requests now, 2 finished are not kvhost's"),
+        (1, -1, "1 of them of kvhost's own, which did not end yet"),
+        (0, -3, "finished 3 fewer than kvhost sent"),
+        (None, None, "cannot be read"),
+    ],
+)
+def test_no_negative_count_of_requests_is_told(
+    busy: int | None, foreign: int | None, words: str
+) -> None:
+    told = evidence_events.use_words({"busy": busy, "foreign": foreign, "own": 5})
+    assert words in told and "-" not in told

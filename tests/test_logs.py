@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import urllib.error
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvhost import cli
-from kvhost.commands import asking
+from kvhost.commands import asking, care
 from tests.e2e_tools import API_KEY, Site
 
 ONHOST = Path(__file__).parent.parent / "kvhost" / "onhost"
@@ -125,6 +126,38 @@ def test_why_a_service_failed_is_told(base: Base) -> None:
     (base.root / "run/runner.failed").write_text(json.dumps({"why": f"exit 1 with {KEY}"}))
     text = base.run()
     assert text.startswith("== runner: failed: exit 1 with ***")
+
+
+def test_when_a_service_failed_and_whether_it_runs_again_is_told(base: Base) -> None:
+    at = datetime.datetime(2026, 11, 29, 10, 0, 6)
+    failed = {"why": "it ended by itself with 3", "failed_unix": at.timestamp()}
+    (base.root / "run/cache.failed").write_text(json.dumps(failed))
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    record = base.root / "run/cache.json"
+    for start, runs, words in (
+        (ticks, True, "it runs again now"),
+        (1, False, "it does not run now"),
+    ):
+        record.write_text(json.dumps({"pid": os.getpid(), "start_ticks": start}))
+        row = base.json()["cache"]
+        assert (row["failed_time"], row["runs"]) == ("2026-11-29 10:00:06", runs)
+        told = f"it ended by itself with 3 (at 2026-11-29 10:00:06; {words})"
+        assert told in base.run()
+        assert care.failed_words(row) == told
+    record.unlink()
+    assert base.json()["cache"]["runs"] is None
+
+
+def test_a_service_that_never_started_has_no_last_lines(
+    base: Base, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (base.root / "log/cache.log").unlink()
+    found = base.json()
+    assert (found["cache"]["begun"], found["runner"]["begun"]) == (False, True)
+    care.show_logs("h", found)
+    for text in (base.run(), capsys.readouterr().out):
+        assert "cache: not started yet, nothing is in log/cache.log" in text
+        assert "0 lines" not in [line for line in text.splitlines() if "cache" in line][-1]
 
 
 def test_a_link_in_the_place_of_a_log_is_an_error(base: Base) -> None:

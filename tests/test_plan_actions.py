@@ -299,6 +299,9 @@ def test_the_table_fits_80_columns_and_loses_nothing() -> None:
     unknown = plan(installed_host(), replace(FACTS, rendered=None, engine_config_digest=None))
     assert shown({"a": unknown}).startswith("a: 0 to change, 5 unknown\n")
     assert "hosts" not in shown({"a": unknown})
+    assert "what, and what it costs" in shown({"a": bad})
+    alone = shown({"a": Plan((), bad.refusals, ())})  # of a run that installs nothing
+    assert "what, and what it costs" not in alone
     firsts = [line.split()[0] for line in shown({"a": unknown}).splitlines() if line.strip()]
     assert [firsts.count(stage) for stage in ("host", "engine", "cache", "verify")] == [1] * 4
     assert "2 hosts, 1 refused (web[1]): nothing is changed on any" in flat(text)

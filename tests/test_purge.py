@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -21,7 +22,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvhost import cli
-from kvhost.commands import care
+from kvhost.commands import care, options
 from kvhost.onhost.purge import is_model, parse
 from tests.e2e_tools import API_KEY, Site
 from tests.s3_tools import s3
@@ -371,7 +372,11 @@ def test_remove_wants_to_know_what(base: Base) -> None:
 class Hosts:
     """In the place of pyinfra: notes what it is asked, answers as hosts would."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, files: int = 3) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, files: int = 3, terminal: bool = True, **more: Any
+    ) -> None:
+        self.more = {"restarts": True, **more}
+        monkeypatch.setattr(options, "terminal", lambda: terminal)
         self.asked: list[dict[str, Any]] = []
         self.args: list[tuple[str, ...]] = []
         self.files = files
@@ -384,7 +389,7 @@ class Hosts:
         self.args.append(args)
         row = {"namespace": NOW, "model": "/m", "tenant": digest("s3cret"), "files": 3, "bytes": 9}
         rows = [row] if self.files else []
-        found = {"rows": rows, "current": NOW, "files": self.files, "bytes": 9, "restarts": True}
+        found = {"rows": rows, "current": NOW, "files": self.files, "bytes": 9, **self.more}
         asking.answer("h", found)
         return 0
 
@@ -455,6 +460,68 @@ def test_that_nothing_lies_there_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "The cache holds no files." in run()[1]
     assert "namespace" not in run()[1]
     assert "No files of the cache are that" in run("--model", "x", typed="n\n")[1]
+
+
+def test_where_there_is_nothing_to_do_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch, files=0, restarts=False)
+    code, text = run("--namespace", "ns-doesnotexist")
+    assert (code, "There is nothing to remove." in text, "[y/N]" in text) == (0, True, False)
+    assert [asked["verb"] for asked in hosts.asked] == ["look"]
+
+
+def test_memory_without_files_is_purged_and_no_count_of_files_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Hosts(monkeypatch, files=0)
+    code, text = run("--no-tenant", typed="n\n")
+    assert code == 1
+    assert "may hold it without a file" in " ".join(text.split())
+    assert "0 files" not in text
+
+
+def test_without_a_terminal_purge_says_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Hosts(monkeypatch, terminal=False)
+    code, text = run("--tenant", "s3cret")
+    assert (code, "Aborted" in text) == (1, False)
+    assert "nothing was removed: no terminal to ask on; add -y" in text
+    code, text = run("--tenant", "-", "-y")
+    assert (code, "Aborted" in text) == (1, False)
+    assert "no cache_salt on stdin" in text
+    assert [asked["verb"] for asked in hosts.asked] == ["look"]
+
+
+def test_that_there_is_no_cache_yet_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, base: Base
+) -> None:
+    shutil.rmtree(base.root / "tier")
+    (base.root / "stopped").touch()
+    for words in ((), ("--tenant-sha256", "-")):
+        found = base.call("look", *words)
+        assert (found["tier"], found["rows"], found["restarts"]) == (None, [], False)
+    Hosts(monkeypatch, files=0, restarts=False, tier=None)
+    for told in ((), ("--no-tenant",)):
+        code, text = run(*told)
+        assert (code, "there is no cache yet" in text, "No files" in text) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    "words, restarts",
+    [
+        (("--tenant-sha256", "-"), True),
+        (("--namespace", NOW), True),
+        (("--namespace", OLD), False),
+        (("--namespace", "ns-0"), False),
+        (("--model", "nobodys"), False),
+        ((), False),
+    ],
+)
+def test_look_tells_whether_a_service_would_be_restarted(
+    base: Base, words: tuple[str, ...], restarts: bool
+) -> None:
+    assert base.call("look", *words)["restarts"] is restarts
+    assert not any(call.startswith(("stop", "start")) for call in base.calls())
+    (base.root / "stopped").touch()
+    assert base.call("look", *words)["restarts"] is False
 
 
 # With the real engine

@@ -150,7 +150,8 @@ def test_check_changes_nothing_and_tells_the_sizes_and_the_packages(base: Base) 
     assert rows[str(base.root / "current")] < rows[str(base.root / "envs")]
     assert str(base.root / "models") not in rows
     stays = " ".join(found["stays"])
-    for word in ("ca-certificates, libnuma1", "remove_cache", "remove_models", f"user {USER}"):
+    whose = f"user {USER}: not made for {base.root}"
+    for word in ("ca-certificates, libnuma1", "remove_cache", "remove_models", whose):
         assert word in stays
     assert found["user"] is False  # it is not kvhost's own
 
@@ -271,6 +272,7 @@ def test_the_user_that_kvhost_made_goes_unless_it_is_used(base: Base, busy: bool
         time.sleep(0.3)
         kept = base.run("--user", name)  # the cache stays, and its owner with it
         assert json.loads(kept.stdout)["user"] is False
+        assert f"the user {name}: it owns the cache and the models here" in kept.stdout
         gone = base.run("--user", name, "--caches", "--models")
         assert gone.returncode == 0, gone.stderr
         there = subprocess.run(["id", name], capture_output=True, check=False).returncode == 0
@@ -356,6 +358,14 @@ def shows_and_asks(base: Base, copy: Path) -> None:
     code, text = remove(base, copy)  # nothing is left to ask about
     assert code == 0, text
     assert "Take kvhost away" not in text
+    assert "stays: the cache in" in text
+    assert "nothing of kvhost" not in text
+    code, text = kvhost(base, copy, "purge")
+    told = " ".join(text.split())
+    assert code == 1
+    assert f"the cache in {base.root}/tier; models in {base.root}/models" in told, text
+    assert "kvhost remove --data remove_cache=true --data remove_models=true removes it" in told
+    assert "kvhost up uses it again" in told, "the copy has no bin/"
 
 
 @pytest.mark.e2e

@@ -24,7 +24,7 @@ from kvhost.verdict.judge import judge
 from kvhost.verdict.types import EXIT_CODES, Thresholds, Verdict
 from kvhost.verdict.view import history_line, verdict_table
 from tests.verdict_cases import CASES, FIXTURES, evidence_of
-from tests.verdict_edits import put
+from tests.verdict_edits import Edit, put
 from tests.verdict_types import Case
 
 pytestmark = pytest.mark.verdict
@@ -77,6 +77,23 @@ def test_without_any_one_check_for_contradictions_a_case_passes(
     passed = [c for c in wrong if judged(c).persisted == "PASS"]
     # without chunks the prompt is too short, too: that check only keeps the words right
     assert wrong if gone.__name__ == "_chunk_size" else passed
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (put("services.cache.after.listens", False), "not on its port now"),
+        (put("services.cache.before.listens", False), "not on its port before"),
+        (put("services.cache.after.record.pid", 7), "its record now names another process"),
+    ],
+    ids=["off its port now", "off its port before", "another record"],
+)
+def test_why_another_process_is_not_enough_is_said(edit: Edit, words: str) -> None:
+    """The numbers alone say that it was restarted, and the condition that it was not."""
+    found = judged(Case("odd", "INCONCLUSIVE", edit))
+    row = next(c for c in found.conditions if c.id == "restarted_cache")
+    assert row.met is not True and str(row.figure).endswith(f": {words}")
+    assert "not-restarted" not in {cause.slug for cause in found.causes}
 
 
 def test_a_contradiction_is_said_in_the_summary() -> None:

@@ -88,16 +88,19 @@ CASES: tuple[Case, ...] = (
         "rebooted in between",
         "INCONCLUSIVE",
         same_process("runner", pid=7, start_ticks=7, boot_id="another"),
-        "not-restarted",
+        "booted-anew",
     ),
     Case(
         "another process holds the port",
         "INCONCLUSIVE",
         put("services.runner.after.listens", False),
-        "not-restarted",
+        "not-on-its-port",
     ),
     Case(
-        "another process held the port", "INCONCLUSIVE", put("services.cache.before.listens", False)
+        "another process held the port",
+        "INCONCLUSIVE",
+        put("services.cache.before.listens", False),
+        "not-on-its-port",
     ),
     Case(
         "not restarted, and a miss", "INCONCLUSIVE", both(same_process("runner"), restored_hits(0))

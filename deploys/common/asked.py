@@ -60,7 +60,9 @@ def check_hosts(inventory: Any, options: Mapping[str, Any], chosen: Any) -> None
         for word in options.get(option) or ():
             if word in groups or any(fnmatch(name, word) for name in names):
                 continue
-            meant = _meant(word, names, groups)
+            # of a group of all hosts nobody is to be told by a slip of the pen
+            parts = [name for name in groups if len(inventory.groups[name]) < len(names)]
+            meant = _meant(word, names, parts)
             _stop(f"--{option} {printable(word)}: no such host or group; {meant}")
     if chosen is not None and not chosen:
         _stop("--limit and --exclude together leave no host. Nothing was done")

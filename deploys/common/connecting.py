@@ -6,6 +6,7 @@ of the connector's own `connect`.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paramiko import SFTPClient, SSHException, Transport
+from paramiko.ssh_exception import NoValidConnectionsError
 from pyinfra import context, logger
 from pyinfra.api import StringCommand
 from pyinfra.api.exceptions import ConnectError, PyinfraError
@@ -58,6 +60,8 @@ def watch() -> None:
     """Called by config.py, before there is an inventory."""
     heed_interrupts()
     lenient_output()
+    # its thread tells what it then raises, with a traceback; --debug-all still shows it
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())
     options = asked.given()
     asked.check_data(options)
     asked.check_ways(options)
@@ -152,7 +156,7 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
             _key(host)
             connect()
         except ConnectError as error:
-            raise ConnectError(_explained(host, str(error))) from error
+            raise ConnectError(_explained(host, _plain(error))) from error
         except ssh_key.KeyFault as error:
             raise ConnectError(f"ssh_key (in fleet.yaml: key): {error}") from error
         except PyinfraError as error:  # all else that it says of a key is told by _key
@@ -213,6 +217,19 @@ def _place(host: Any) -> tuple[str, int]:
     return str(data["ssh_hostname"] or host.name), int(data["ssh_port"] or 22)
 
 
+def _plain(error: ConnectError) -> str:
+    """What pyinfra says of it; of a connection that did not come about what the system says."""
+    cause = error.__context__
+    if isinstance(cause, NoValidConnectionsError):  # of each address; its own number is None
+        whys = {getattr(one, "strerror", None) or str(one) for one in cause.errors.values()}
+        return f"Could not connect ({', '.join(sorted(whys))})"
+    return str(error)
+
+
+#: paramiko's words where what answers begins as no sshd does
+_NO_SSH = ("SSH protocol banner", "Indecipherable protocol version", "Invalid SSH banner")
+
+
 def _explained(host: Any, said: str) -> str:
     """The error with what to do about it."""
     address, port = _place(host)
@@ -232,6 +249,12 @@ def _explained(host: Any, said: str) -> str:
         return (
             f"{address} port {port} lets nobody in with this login and key: {said}. Is user right, "
             "and is the key (key: FILE) among the machine's authorized_keys?"
+        )
+    if any(words in said for words in _NO_SSH):
+        return (
+            f"{address} port {port} cannot be reached by SSH: it takes the connection, and then "
+            "closes it or says what is no SSH. Is it sshd's port? A provider's proxy does so too "
+            "while the machine still starts, and sshd where too many log in at once"
         )
     if "resolve" in said:
         return f"{address}: no such name: {said}"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pyinfra import context
 from pyinfra.api import operation
 
-from deploys.common.context import Visit
+from deploys.common.context import REPO, Visit
 from deploys.common.operations import Commands, refuse
 from deploys.common.prepare import visit, why_unreported
+from kvhost.basics import up_command
 
+UP = up_command(REPO)
+NOT_PROVISIONED = f"nothing was provisioned here: {UP} does that"
 SEE_THE_PLAN = "refused: nothing was changed on this host; the plan says what to do"
 SEE_ABOVE = "refused: nothing was changed on this host, see above"
 
@@ -37,15 +42,20 @@ def _refused(why: str) -> Commands:
     yield refuse(why)
 
 
-def provisioned(script: str, name: str) -> Visit | None:
+def provisioned(
+    script: str, name: str, why: Callable[[Visit], str | None] = lambda at: None
+) -> Visit | None:
     """The host that is visited, if it can be asked by that script of kvhost/onhost; else None, and
-    an operation ``name`` fails it with the reason."""
+    an operation ``name`` fails it with the reason. ``why``: a better reason, where there is one."""
     here = visit()
     if here is None:
         unreported()
     elif here.lacks(script):
         base = here.paths.base_dir
-        refused(name, f"nothing of kvhost is in {base}: bin/up does that, or set its base_dir")
+        reason = why(here)
+        refused(
+            name, reason or f"nothing of kvhost is in {base}: {UP} does that, or set its base_dir"
+        )
     else:
         return here
     return None

@@ -35,6 +35,23 @@ def look(at: Visit) -> Any:
     return host.get_fact(CommandJson, argv=argv(at, "--check"))
 
 
+def what_stays(at: Visit) -> dict[str, str]:
+    """Of what only is removed when asked: setting -> what of it is there, in a directory of
+    kvhost's; {} where that cannot be told."""
+    base = at.report.kvhost.data.base if at.report.kvhost.data else None
+    if base is None or base.data is None or base.data.owner != "kvhost":
+        return {}
+    answer = look(at)
+    lines = answer["data"]["stays"] if answer["status"] == "ok" else []
+    ends = {name: f" ({name})" for name in ("remove_cache", "remove_models")}
+    return {
+        name: line.removesuffix(end)
+        for name, end in ends.items()
+        for line in lines
+        if line.endswith(end)
+    }
+
+
 def show_removal(at: Visit) -> bool | None:
     """Prints what would go and what would stay; whether anything would. None if it may not."""
     console = Console(stderr=True)
@@ -62,7 +79,12 @@ def show_removal(at: Visit) -> bool | None:
         console.print(table)
     for line in data["stays"]:
         console.print(f"  stays: {printable(line)}", highlight=False)
-    return bool(data["remove"] or data["user"])
+    goes = bool(data["remove"] or data["user"])
+    if not goes and data["stays"]:
+        console.print(f"{at.host}: kvhost itself is removed already; what stays is above")
+    elif not goes:
+        console.print(f"{at.host}: nothing of kvhost is at {at.paths.base_dir}")
+    return goes
 
 
 @operation()

@@ -31,6 +31,7 @@ from deploys.common.operations import (
 from deploys.common.ready import ready_command
 from deploys.common.reasons import because, failed
 from deploys.common.reboot import reboot
+from deploys.common.refused import UP
 from deploys.common.rendered import Late, look
 from kvhost.llama.evidence import parse_llama
 from kvhost.llama.verdict import judge_llama
@@ -315,7 +316,7 @@ def test_and_judge(state: Any, host: Any, run: Run, late: Late, digest: str) -> 
     wait = ready_command(run, "--timeout", str(run.settings.ready_timeout_s))
     ok, _ = host.run_shell_command(StringCommand(shlex.join(wait)), print_output=True, **how)
     if not ok:
-        message = "the server does not answer, so there is nothing to test: bin/up mends it"
+        message = f"the server does not answer, so there is nothing to test: {UP} mends it"
         return failed(host, message)
     # a test that is broken off leaves no old verdict standing; one that was never begun does
     stands, before = f"{run.paths.state}/verified.json", f"{run.paths.state}/verified.before"

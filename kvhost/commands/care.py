@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvhost.basics import counted, printable
-from kvhost.commands import asking
-from kvhost.commands.up import Runner
+from kvhost.commands import asking, options
+from kvhost.commands.up import Runner, limits
 from kvhost.plan.types import size
 from kvhost.records import journal
 
@@ -98,7 +98,13 @@ def purge_question(
     if tenant is not None and no_tenant:
         raise click.UsageError("--tenant and --no-tenant exclude each other")
     if tenant == "-":
-        tenant = click.prompt("cache_salt of the tenant", hide_input=True)
+        try:
+            tenant = click.prompt("cache_salt of the tenant", hide_input=True)
+        except click.Abort:
+            if options.terminal():
+                raise
+            why = "--tenant -: no terminal to ask on, and no cache_salt on stdin"
+            raise click.ClickException(f"nothing was removed: {why}") from None
     if tenant == "":
         raise click.UsageError("--tenant: an empty cache_salt is --no-tenant")
     digest = hashlib.sha256(os.fsencode(tenant)).hexdigest() if tenant is not None else None
@@ -117,38 +123,53 @@ def purge(
     total = sum(host["files"] for host in found)
     if any(host["rows"] for host in found):
         console.print(purge_table(found))
-    else:
+    elif not any(host.get("tier", True) is None for host in found):
         console.print(
             "No files of the cache are that; kvhost purge alone shows what there is."
             if what
             else "The cache holds no files."
         )
+    for host in found:
+        if host.get("tier", True) is None:
+            console.print(f"{host['host']}: there is no cache yet: nothing lies in its place")
     if not what:
         return 0
     # without files there may still be memory: chunks that the pruner took from the disk
-    restarts = [host["host"] for host in found if host["restarts"] or "namespace" not in what]
+    restarts = [host["host"] for host in found if host["restarts"]]
     for host in found:
         if host.get("shared_why"):
             console.print(f"{host['host']}: the shared tier: {printable(host['shared_why'])}")
     shared = max((host.get("shared") or 0 for host in found), default=0)
+    if not total and not restarts and not shared:
+        unknown = any(host.get("shared_why") for host in found)
+        console.print("nothing was removed" if unknown else "There is nothing to remove.")
+        return int(unknown)
     if shared:
         console.print(
             f"{counted(shared, 'key')} of the tier that hosts share, for all of them. What other "
             "hosts hold themselves stays until this is done on them too."
         )
-    console.print(
-        f"{counted(total, 'file')}, {size(sum(host['bytes'] for host in found))}. "
-        f"{'It is' if total == 1 else 'They are'} unlinked, not "
-        "overwritten: copies in backups and snapshots, and blocks on the disk, stay."
-    )
+    if total:
+        console.print(
+            f"{counted(total, 'file')}, {size(sum(host['bytes'] for host in found))}. "
+            f"{'It is' if total == 1 else 'They are'} unlinked, not "
+            "overwritten: copies in backups and snapshots, and blocks on the disk, stay."
+        )
     if restarts:
+        why = "their memory holds KV too" if total else "their memory may hold it without a file"
         console.print(
             f"Cache server (where there is one) and runner of {', '.join(restarts)} are restarted, "
-            "because their memory holds KV too: requests in work are lost."
+            f"because {why}: requests in work are lost."
         )
-    if not yes and not click.confirm("Remove it?", default=False):
-        console.print("nothing was removed")
+    if not yes and not options.agreed("Remove it?"):
         return 1
+    todo = [
+        host["host"]
+        for host in found
+        if host["files"] or host["restarts"] or host.get("shared") or host.get("shared_why")
+    ]
+    if len(todo) < len(found):  # a host that has nothing of it is left alone
+        args = (*journal.drop_limits(args), *limits(todo))
     code, gone = ask(run, inventory, "deploys/purge.py", args, {"verb": "remove", **what})
     for host in gone:
         files = counted(host["files"], "file")
@@ -156,7 +177,7 @@ def purge(
             f", {counted(host['shared'], 'key')} of the shared tier" if host.get("shared") else ""
         )
         console.print(f"{host['host']}: removed {files}, {size(host['bytes'])}{more}")
-    return code or int(len(gone) != len(found))
+    return code or int(len(gone) != len(todo))
 
 
 def purge_table(found: list[dict[str, Any]]) -> Table:
@@ -205,15 +226,31 @@ def show_logs(host: str, services: dict[str, Any]) -> None:
     """Why services failed, their errors with the newest on top, and then the last lines."""
     for name, row in services.items():
         if row["failed"]:
-            click.echo(f"{host} {name}: FAILED: {printable(row['failed'])}")
+            click.echo(f"{host} {name}: FAILED: {printable(failed_words(row))}")
     every = [(name, block) for name, row in services.items() for block in row["errors"]]
     for name, block in sorted(every, key=lambda item: item[1]["time"] or "", reverse=True):
         click.echo(f"{host} {name}: error at {block['time'] or 'an unknown time'}")
         for line in block["lines"]:
             click.echo(f"  {printable(line)}")
     for name, row in services.items():
+        if not row.get("begun", True):
+            click.echo(f"{host} {name}: not started yet, nothing is in {row['source']}")
+            continue
         click.echo(
             f"{host} {name}: the last {counted(len(row['lines']), 'line')} of {row['source']}"
         )
         for line in row["lines"]:
             click.echo(f"  {printable(line)}")
+
+
+def failed_words(row: dict[str, Any]) -> str:
+    """Why a service failed, when, and whether it runs now, as far as its host tells (an older one
+    tells the first).
+
+    >>> failed_words({"failed": "it ended", "failed_time": "2026-11-29 10:00:00", "runs": True})
+    'it ended (at 2026-11-29 10:00:00; it runs again now)'
+    """
+    more = [f"at {row['failed_time']}"] if row.get("failed_time") else []
+    if row.get("runs") is not None:
+        more.append("it runs again now" if row["runs"] else "it does not run now")
+    return str(row["failed"]) + (f" ({'; '.join(more)})" if more else "")

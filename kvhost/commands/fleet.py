@@ -52,7 +52,9 @@ def init(folder: Path) -> None:
         step = "kvhost plan" if fleet_hosts(folder) else 'kvhost inventory add "ssh root@…"'
     except FleetError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"{folder}: {counted(len(made.written), 'file')} written. Next: cd {folder}; {step}")
+    done = f"{counted(len(made.written), 'file')} written" if made.written else "up to date"
+    there = "" if folder.resolve() == Path.cwd().resolve() else f"cd {folder}; "
+    click.echo(f"{folder}: {done}. Next: {there}{step}")
 
 
 @click.group("inventory")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
+from kvhost.basics import up_command
 from kvhost.commands.run import default_inventory
+from kvhost.working_copy import CopyError, root
 
 _INVENTORY = (
     "pyinfra inventory; inventory.py is the machine that you are on. Without it: the hosts of "
@@ -15,6 +18,29 @@ _INVENTORY = (
 inventory_option = click.option("--inventory", default=default_inventory, help=_INVENTORY)
 #: where it may turn out that no inventory is needed; the command asks default_inventory()
 inventory_if_needed = click.option("--inventory", help=_INVENTORY)
+
+
+def up_here() -> str:
+    """What provisions from where the user is, for messages."""
+    try:
+        return up_command(root())
+    except CopyError:
+        return "kvhost up"
+
+
+def terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def agreed(question: str) -> bool:
+    """Whether the user says yes to a removal; told, if not. Raises click.ClickException where
+    nobody can be asked."""
+    if not terminal():
+        raise click.ClickException("nothing was removed: no terminal to ask on; add -y")
+    if click.confirm(question, default=False):
+        return True
+    click.echo("nothing was removed")
+    return False
 
 
 def _options_only(_: click.Context, __: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:

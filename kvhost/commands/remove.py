@@ -9,7 +9,7 @@ import click
 from kvhost import cli
 from kvhost.basics import printable
 from kvhost.commands.care import ask
-from kvhost.commands.options import MORE, PASS_ALL, inventory_option, passed_on
+from kvhost.commands.options import MORE, PASS_ALL, agreed, inventory_option, passed_on
 from kvhost.commands.up import INTERRUPTED, limits
 from kvhost.records.journal import drop_limits
 
@@ -35,16 +35,9 @@ def remove_command(inventory: str, yes: bool, pyinfra_args: tuple[str, ...]) -> 
         code = code or 1
     if code == INTERRUPTED or args != pyinfra_args or not names:
         sys.exit(code)
-    if not _terminal():
-        raise click.ClickException("nothing was removed: no terminal to ask on; add -y")
-    if not click.confirm(f"Take kvhost away from {printable(', '.join(names))}?", default=False):
-        click.echo("nothing was removed")
+    if not agreed(f"Take kvhost away from {printable(', '.join(names))}?"):
         sys.exit(1)
     # those that were shown, and no other
     sys.exit(
         cli.pyinfra(inventory, "remove.py", ("-y", *drop_limits(args), *limits(names))) or code
     )
-
-
-def _terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()

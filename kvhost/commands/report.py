@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvhost.basics import counted, printable
+from kvhost.commands.options import up_here
 from kvhost.reports.html import write_pages, write_text
 from kvhost.reports.junit import junit
 from kvhost.reports.kept import Report, reports_dir, why_no_report
@@ -70,7 +71,7 @@ def _write(views: Sequence[HostView], html: Path | None, junit_file: Path | None
 def _show(views: Sequence[HostView], host: str | None, history: bool) -> None:
     console = Console()
     if not views:
-        console.print("No report yet: bin/up, or kvhost verify on a provisioned host.")
+        console.print(f"No report yet: {up_here()}, or kvhost verify on a provisioned host.")
     for view in views:
         stands = view.stands
         if history:

@@ -13,7 +13,15 @@ from rich.console import Console
 from kvhost import cli
 from kvhost.basics import EXIT_CODES, printable
 from kvhost.commands.care import ask
-from kvhost.commands.options import MORE, PASS_ALL, inventory_option, no_dry, passed_on, unasked
+from kvhost.commands.options import (
+    MORE,
+    PASS_ALL,
+    agreed,
+    inventory_option,
+    no_dry,
+    passed_on,
+    unasked,
+)
 
 
 @click.command("shared", context_settings=PASS_ALL, epilog=MORE)
@@ -51,12 +59,9 @@ def shared_command(
         raise click.UsageError("--json: of --check alone")
     if not remove:
         sys.exit(cli.pyinfra(inventory, "shared.py", unasked(pyinfra_args)))
-    if not yes and "--dry" not in pyinfra_args:
-        if not (sys.stdin is not None and sys.stdin.isatty()):
-            raise click.ClickException("nothing was removed: no terminal to ask on; add -y")
-        if not click.confirm("Remove the store, and all KV that it holds?", default=False):
-            click.echo("nothing was removed")
-            sys.exit(1)
+    asks = not yes and "--dry" not in pyinfra_args
+    if asks and not agreed("Remove the store, and all KV that it holds?"):
+        sys.exit(1)
     sys.exit(cli.pyinfra(inventory, "deploys/shared_remove.py", unasked(pyinfra_args)))
 
 

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from kvhost import cli
 from kvhost.basics import printable
-from kvhost.commands.options import MORE, PASS_ALL, VERDICTS, inventory_if_needed, passed_on
+from kvhost.commands.options import (
+    MORE,
+    PASS_ALL,
+    VERDICTS,
+    inventory_if_needed,
+    passed_on,
+    up_here,
+)
 from kvhost.commands.run import copy_root, default_inventory, fleet_hosts
 from kvhost.commands.verify_url import asked_for, url_options, verify_url
 from kvhost.fleet.yaml import FleetError
@@ -99,7 +106,7 @@ def status(as_json: bool, all_of_them: bool) -> None:
     else:
         _show(reports, left_out, gone)
         if not reports and not without:
-            click.echo("No verdict yet: bin/up, or kvhost verify on a provisioned host.")
+            click.echo(f"No verdict yet: {up_here()}, or kvhost verify on a provisioned host.")
     for name in without:
         removed, again = last_removal(reports_dir(), name)
         when = f"removed at {removed} by kvhost remove, " if removed and not again else ""

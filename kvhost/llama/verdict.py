@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvhost.llama.evidence import LlamaEvidence, LlamaRequest, Role
+from kvhost.verdict.facts import odd
 from kvhost.verdict.rules import ask, fitting, persisted
 from kvhost.verdict.types import Condition, Persisted, Thresholds, Verdict, Weight
 
@@ -107,6 +108,8 @@ def _restarted(name: Literal["runner", "slots"]) -> Callable[[LlamaFacts, Thresh
         if old is None or new is None or old.proc is None or new.proc is None:
             return None, threshold, None
         figure = f"{old.proc.pid} -> {new.proc.pid}"
+        if (strange := odd(old, new)) is not None:
+            figure += f": {strange}"
         if old.proc != old.record or new.proc != new.record:
             return figure, threshold, None  # the record speaks of another process
         another = old.proc.boot_id == new.proc.boot_id and old.proc != new.proc

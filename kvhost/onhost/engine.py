@@ -74,21 +74,26 @@ def tail(text: str, lines: int = 15) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def tree_bytes(folder: str) -> int:
-    total = 0
-    for root, _, names in os.walk(folder):
+def tree_bytes(*folders: str) -> int:
+    """Of all of them; a file with two names counts once: uv links from its cache."""
+    sizes: dict[tuple[int, int], int] = {}
+    for root, _, names in (entry for folder in folders for entry in os.walk(folder)):
         for name in names:
             try:
-                total += os.lstat(os.path.join(root, name)).st_size
+                found = os.lstat(os.path.join(root, name))
             except OSError:
                 continue  # uv renames files while we look
-    return total
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
 
 
-def watch(folder: str, stop: threading.Event) -> None:
-    began = time.monotonic()
-    while not stop.wait(10):
-        say(f"  ... {tree_bytes(folder) >> 20} MB on disk after {time.monotonic() - began:.0f} s")
+def watch(folders: tuple[str, ...], stop: threading.Event, every_s: float = 10) -> None:
+    """How much came so far: uv downloads and unpacks into its cache, and fills the environment
+    only when it has all."""
+    began, before = time.monotonic(), tree_bytes(*folders)
+    while not stop.wait(every_s):
+        came = max(tree_bytes(*folders) - before, 0) >> 20
+        say(f"  ... {came} MB came so far, after {time.monotonic() - began:.0f} s")
 
 
 def remove(path: str) -> None:
@@ -201,8 +206,7 @@ class Build:
         self.choose_torch_index()
         say(f"installing {os.path.basename(self.args.lock)}")
         stop = threading.Event()
-        # a build grows where uv unpacked its source
-        grows = self.args.cache if self.args.package else self.env
+        grows = (self.args.cache, self.env)
         watcher = threading.Thread(target=watch, args=(grows, stop), daemon=True)
         watcher.start()
         try:

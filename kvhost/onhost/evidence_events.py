@@ -53,6 +53,27 @@ def use(vllm: Json | None, own: int | None) -> Json:
     return {"busy": busy, "foreign": int(vllm["requests_finished"]) - own, "own": own}
 
 
+def use_words(found: Json) -> str:
+    """Why a runner is in use. kvhost counts a request of its own once its answer begins, and the
+    runner once it ended: fewer finished than counted are such that still run.
+
+    >>> use_words({"busy": 1, "foreign": -1, "own": 1})
+    "1 request now, 1 of them of kvhost's own, which did not end yet"
+    """
+    busy, foreign = found["busy"], found["foreign"]
+    if busy is None or foreign is None:
+        return "the runner's metrics or record cannot be read"
+    now = "1 request now" if busy == 1 else f"{busy} requests now"
+    if foreign >= 0:
+        return f"{now}, {foreign} finished are not kvhost's"
+    if -foreign <= busy:
+        return f"{now}, {-foreign} of them of kvhost's own, which did not end yet"
+    return (
+        f"{now}, and it has finished {-foreign} fewer than kvhost sent to the process "
+        "of the runner's record: another process may answer there"
+    )
+
+
 class RebootNow(Exception):
     """The host is to be rebooted; the rest of the test follows."""
 
@@ -111,12 +132,8 @@ class Test(Services):
         free = found["busy"] == 0 and found["foreign"] == 0
         if not free and not self.config["disrupt"]:
             self.evidence["refused"] = found
-            raise InUse(
-                "the runner's metrics or record cannot be read"
-                if found["busy"] is None
-                else f"{found['busy']} requests now, {found['foreign']} finished are not kvhost's"
-            )
-        return found
+            raise InUse(use_words(found))
+        return found if found["foreign"] is None else {**found, "foreign": max(found["foreign"], 0)}
 
     # -- files ----------------------------------------------------------------------------------
     def aside(self, command: str, *words: str, names: Any = None) -> Json:

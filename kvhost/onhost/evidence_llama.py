@@ -245,7 +245,12 @@ class Test:
         foreign = None if now is None else int(sum(now.values())) - own
         if (busy or foreign is None or foreign > 0) and not self.config["disrupt"]:
             self.evidence["refused"] = {"busy": busy, "foreign": foreign, "own": own}
-            raise InUse(f"{busy} requests at work, {foreign} tokens of others")
+            others = (
+                "tokens of others not known"
+                if foreign is None
+                else (f"{max(foreign, 0)} tokens of others")
+            )
+            raise InUse(f"{busy} requests at work, {others}")
         return {"busy": busy, "tokens_of_others": foreign}
 
     # the keeper

@@ -10,6 +10,7 @@ Times are the host's; a line without one has that of the line before it. Exit: 0
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from kvhost.onhost.masking import mask_text
     from kvhost.onhost.service_names import adopted
     from kvhost.onhost.service_names import names as service_names
+    from kvhost.onhost.services_host import alive
 else:  # it lies beside this file on a host, where there is no package kvhost
     import bounded
     from masking import mask_text
     from service_names import adopted
     from service_names import names as service_names
+    from services_host import alive
 
 SUPERVISOR = "supervisord"
 #: a unit of somebody else's (docs/ollama.md)
@@ -113,12 +116,16 @@ class Mask:
         return mask_text(text)
 
 
+def log_path(base: str, name: str) -> str:
+    return os.path.join(base, "log", f"{name}.log")
+
+
 def read_files(base: str, name: str) -> list[str]:
     """The last lines of log/NAME.log and what it was before; the directory is the service's."""
     texts: list[str] = []
     left = MOST_BYTES
     for suffix in ("", ".1", ".2", ".3"):
-        path = os.path.join(base, "log", f"{name}.log{suffix}")
+        path = log_path(base, name) + suffix
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -193,6 +200,9 @@ def service(base: str, name: str, args: argparse.Namespace, mask: Mask) -> dict[
     now = datetime.datetime.now()
     journal = read_journal(name)
     raw = read_files(base, name) if journal is None else journal
+    # a log that was taken away, or a journal that was cut, is none that never began
+    ever = (log_path(base, name), os.path.join(base, "run", name + ".json"))
+    begun = bool(raw) or any(os.path.lexists(path) for path in ever)
     lines = [line._replace(text=mask(line.text)) for line in parsed(raw, now)]
     if args.since:
         start = since(args.since, now)
@@ -203,30 +213,62 @@ def service(base: str, name: str, args: argparse.Namespace, mask: Mask) -> dict[
     shown = [line.text for line in lines if line.level in wanted]
     return {
         "source": f"log/{name}.log" if journal is None else unit_of(name),
-        "failed": failure(base, name, mask),
+        "begun": begun,
+        **failure(base, name, mask),
         "errors": blocks(lines),
         "lines": shown[-args.lines :] if args.lines else [],
     }
 
 
-def failure(base: str, name: str, mask: Mask) -> str | None:
-    """Why launch.py says that the service last failed; None when all is well."""
-    path = os.path.join(base, "run", name + ".failed")
+def failure(base: str, name: str, mask: Mask) -> dict[str, Any]:
+    """Why launch.py says that the service last failed, when, and whether a process of it runs now;
+    all None when all is well, and each that is not known."""
+    found = read_small(os.path.join(base, "run", name + ".failed"))
+    if found is None:
+        return {"failed": None, "failed_time": None, "runs": None}
+    time = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
+        stamp = datetime.datetime.fromtimestamp(found.get("failed_unix"))  # type: ignore[arg-type]
+        time = stamp.isoformat(" ", "seconds")
+    runs = None
+    with contextlib.suppress(OSError):
+        record = read_small(os.path.join(base, "run", name + ".json"))
+        runs = None if record is None else alive(record.get("pid"), record.get("start_ticks"))
+    return {"failed": mask(str(found.get("why"))), "failed_time": time, "runs": runs}
+
+
+def read_small(path: str) -> dict[str, Any] | None:
+    """A file of launch.py's in run/, which is the service user's; None where there is none."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as handle:
-            return mask(str(json.load(handle).get("why")))
-    except (FileNotFoundError, ValueError, AttributeError):
+            loaded = json.loads(handle.read(1 << 20))
+    except (FileNotFoundError, ValueError):
         return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def failed_words(row: dict[str, Any]) -> str:
+    """
+    >>> failed_words({"failed": "it ended", "failed_time": "2026-11-29 10:00:00", "runs": True})
+    'it ended (at 2026-11-29 10:00:00; it runs again now)'
+    """
+    more = [f"at {row['failed_time']}"] if row["failed_time"] else []
+    if row["runs"] is not None:
+        more.append("it runs again now" if row["runs"] else "it does not run now")
+    return str(row["failed"]) + (f" ({'; '.join(more)})" if more else "")
 
 
 def show(found: dict[str, Any]) -> None:
     for name, row in found.items():
         if row["failed"]:
-            print(f"== {name}: failed: {row['failed']}")
+            print(f"== {name}: failed: {failed_words(row)}")
     for name, block in newest_first(found):
         print(f"== {name}: error at {block['time'] or 'an unknown time'}")
         print("\n".join(block["lines"]))
     for name, row in found.items():
+        if not row["begun"]:
+            print(f"== {name}: not started yet, nothing is in {row['source']}")
+            continue
         print(f"== {name}: {row['source']}, the last {len(row['lines'])} lines")
         print("\n".join(row["lines"]))
 

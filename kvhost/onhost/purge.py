@@ -124,7 +124,9 @@ class Tier:
 
     def __init__(self, path: str, stack: contextlib.ExitStack) -> None:
         self.stack = stack
-        self.root = self._open(os.path.normpath(path), None)
+        self.root: int | None = None  # no run came so far that it was made
+        with contextlib.suppress(FileNotFoundError):
+            self.root = self._open(os.path.normpath(path), None)
 
     def _open(self, name: str, at: int | None) -> int:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
@@ -132,6 +134,8 @@ class Tier:
         return fd
 
     def namespaces(self) -> dict[str, int]:
+        if self.root is None:
+            return {}
         names = sorted(name for name in os.listdir(self.root) if NAMESPACE.match(name))
         return {name: self._open(name, self.root) for name in names}
 
@@ -347,17 +351,36 @@ def summary(rows: list[Row]) -> list[Data]:
     ]
 
 
+def in_memory(tier: Tier, args: argparse.Namespace, opened: dict[str, int]) -> bool:
+    """Whether a service runs whose memory may hold what is asked for, so that it is restarted."""
+    if args.namespace not in (None, current(args.base)):
+        return False
+    try:
+        known(args, tier, opened)
+    except Trouble:
+        return False  # of it nothing can be here
+    if not spec(args.base, "runner") and not spec(args.base, "cache"):
+        return False  # no service was ever described
+    try:
+        return args.user is None or any(holders(args).values())
+    except Trouble:
+        return True  # not known, so it is not left out
+
+
 def look(tier: Tier, args: argparse.Namespace) -> Data:
-    rows = list(tier.rows(tier.namespaces()))
+    opened = tier.namespaces()
+    rows = list(tier.rows(opened))
     found = chosen(rows, args)
     now = current(args.base)
+    what = (args.namespace, args.model, args.tenant_sha256)
     return {
         **Shared(args, rows).ask(remove=False),
         "rows": summary(found),
         "current": now,
         "files": len(found),
         "bytes": sum(row.size for row in found),
-        "restarts": any(row.namespace == now for row in found),
+        "tier": None if tier.root is None else args.tier,
+        "restarts": what != (None, None, None) and in_memory(tier, args, opened),
     }
 
 

@@ -191,15 +191,18 @@ class Host:
 
     def user(self) -> bool:
         """Whether the service's user is kvhost's own, and nothing that stays belongs to it."""
-        try:
-            account = pwd.getpwnam(self.args.user)
-        except KeyError:
-            return False
-        ours = account.pw_dir == self.path("home") and account.pw_shell.endswith("nologin")
-        keeps = (self.caches() and not self.args.caches) or (
-            there(self.path("models")) and not self.args.models
-        )
-        return ours and not keeps
+        return is_account(self.args.user) and self.user_stays() is None
+
+    def user_stays(self) -> str | None:
+        """Why the service's user, which is there, stays; None when it goes."""
+        account = pwd.getpwnam(self.args.user)
+        if account.pw_dir != self.path("home") or not account.pw_shell.endswith("nologin"):
+            return f"not made for {self.base}, by its home or shell"
+        keeps = ["the cache"] if self.caches() and not self.args.caches else []
+        keeps += ["the models"] if there(self.path("models")) and not self.args.models else []
+        if not keeps:
+            return None
+        return f"it owns {' and '.join(keeps)} here"
 
     def stays(self) -> list[str]:
         """What is left, for people."""
@@ -222,8 +225,8 @@ class Host:
         with contextlib.suppress(FileNotFoundError), open(self.path("state", "packages")) as lines:
             packages = sorted(set(lines.read().split()))
             found += [f"packages that kvhost installed: {', '.join(packages)}"] if packages else []
-        if not self.user() and is_account(self.args.user):
-            why = "not made for this directory, or something that stays belongs to it"
+        why = self.user_stays() if is_account(self.args.user) else None
+        if why is not None:
             found.append(f"the user {self.args.user}: {why}")
         return found
 

@@ -47,7 +47,9 @@ def _plan(host: str, plan: Plan) -> RenderableType:
         verdict, style = f"{changes} to change" + (f", {unknown} unknown" * bool(unknown)), "bold"
     else:
         verdict, style = "no change", "bold green"
-    parts: list[RenderableType] = [_text(f"{host}: {verdict}", style), _actions(plan.actions)]
+    parts: list[RenderableType] = [_text(f"{host}: {verdict}", style)]
+    if plan.actions:  # a run that installs nothing shows refusals alone
+        parts.append(_actions(plan.actions))
     for refusal in plan.refusals:
         parts.append(Padding(_refusal(refusal), (0, 0, 0, 1)))
     for note in plan.notes:

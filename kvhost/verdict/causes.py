@@ -44,7 +44,22 @@ def _more_than_shared(facts: Facts, met: Met) -> bool:
 def _unasked_restart(facts: Facts, met: Met) -> bool:
     """A service that was to go on is another process."""
     stay = {"cache", "runner"} - facts.replaced
-    return any(met.get(f"restarted_{name}") is False for name in stay)
+    return any(met.get(f"restarted_{name}") is False and not facts.off_port(name) for name in stay)
+
+
+def _not_restarted(facts: Facts, met: Met) -> bool:
+    """A service is the process of before; not each that is not met is (see the rows above it)."""
+    wrong = [name for name in facts.replaced if met.get(f"restarted_{name}") is False]
+    return any(not facts.is_another(name) for name in wrong)
+
+
+def _off_port(facts: Facts, met: Met) -> bool:
+    wrong = [name for name in ("cache", "runner") if met.get(f"restarted_{name}") is False]
+    return any(facts.off_port(name) for name in wrong)
+
+
+def _booted_anew(facts: Facts, met: Met) -> bool:
+    return any(facts.rebooted_between(name) for name in ("cache", "runner"))
 
 
 def _removed(facts: Facts) -> bool:
@@ -213,6 +228,18 @@ TABLE: tuple[Row, ...] = (
         lambda f, m: m.get("rebooted") is False,
     ),
     Row(
+        "booted-anew",
+        "The machine was started anew in the middle of the test.",
+        "Repeat the test; whether the cache survives a reboot is the event reboot.",
+        _booted_anew,
+    ),
+    Row(
+        "not-on-its-port",
+        "A service does not listen on its port, so that something else, or nothing, answers there.",
+        "Look at who holds the port (ss -ltnp), and in the log of the service at where it listens.",
+        _off_port,
+    ),
+    Row(
         "restarted-by-itself",
         "A service that was to go on was restarted too.",
         "Look in its log for a crash. A runner that dies when the cache server is restarted has a"
@@ -223,7 +250,7 @@ TABLE: tuple[Row, ...] = (
         "not-restarted",
         "A service was not restarted: its process is the one of before.",
         "Look at the restart command and at who holds the port; a second instance may serve it.",
-        lambda f, m: any(m.get(f"restarted_{name}") is False for name in f.replaced),
+        _not_restarted,
     ),
     Row(
         "prompt-too-short",
@@ -328,8 +355,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         "compiled-ops-missing",
         "vLLM or LMCache runs without its compiled operations.",
-        "Run bin/up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR that"
-        " cannot be written).",
+        "Run kvhost up: its ABI check names what is missing (often libnuma1, or a NUMBA_CACHE_DIR"
+        " that cannot be written).",
         lambda f, m: _logged(f, *NOT_COMPILED),
     ),
     Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvhost.verdict.evidence import Event, Evidence, Process, Request, Snapshot
+from kvhost.verdict.evidence import Event, Evidence, Identity, Process, Request, Snapshot
 
 BEFORE = ("cold", "moved_cold", "half_cold", "warm", "killed")
 AFTER = ("moved", "half", "restored", "cut", "reference", "control")
@@ -199,6 +199,32 @@ class Facts:
             another = old.proc.pid != new.proc.pid and old.proc.start_ticks != new.proc.start_ticks
         return another and old.listens and new.listens
 
+    def is_another(self, name: str) -> bool:
+        """Whether the service's process after the event is known to be another than before."""
+        service = self.evidence.services.get(name)
+        old = service.before.proc if service else None
+        new = service.after.proc if service and service.after else None
+        if old is None or new is None:
+            return False
+        if old.boot_id != new.boot_id:
+            return True
+        return old.pid != new.pid and old.start_ticks != new.start_ticks
+
+    def off_port(self, name: str) -> bool:
+        """Whether the service was seen not to listen on its port, before the event or after."""
+        service = self.evidence.services.get(name)
+        sides = (service.before, service.after) if service else ()
+        return any(side is not None and side.listens is False for side in sides)
+
+    def rebooted_between(self, name: str) -> bool:
+        """Whether the machine was started anew although the event was another."""
+        service = self.evidence.services.get(name)
+        old = service.before.proc if service else None
+        new = service.after.proc if service and service.after else None
+        if old is None or new is None or self.evidence.event == "reboot":
+            return False
+        return old.boot_id != new.boot_id
+
     def reads(self) -> tuple[int | None, int | None]:
         """Bytes read during the restored request: by the cache process, from the drive."""
         request = self.request("restored")
@@ -211,6 +237,17 @@ class Facts:
         if before.device_read_bytes is not None and after.device_read_bytes is not None:
             by_drive = after.device_read_bytes - before.device_read_bytes
         return by_process, by_drive
+
+
+def odd(old: Identity, new: Identity) -> str | None:
+    """What is wrong with who serves, though the numbers of its processes do not show it."""
+    for side, when in ((old, "before"), (new, "now")):
+        if side.proc is not None and side.proc != side.record:
+            return f"its record {when} names another process"
+    for side, when in ((old, "before"), (new, "now")):
+        if side.listens is False:
+            return f"not on its port {when}"
+    return None
 
 
 def _sides(request: Request) -> Iterator[Snapshot]:

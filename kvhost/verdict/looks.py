@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvhost.verdict.agrees import contradiction
 from kvhost.verdict.evidence import Request
-from kvhost.verdict.facts import Facts
+from kvhost.verdict.facts import Facts, odd
 from kvhost.verdict.types import Thresholds
 
 Figure = float | int | str | None
@@ -34,7 +34,13 @@ def restarted(name: str) -> Callable[[Facts, Thresholds], Finding]:
             proc = side.proc if side else None
             pids.append(str(proc.pid) if proc else "?")
         threshold = "another process" if name in facts.replaced else "the same process"
-        return " -> ".join(pids) or None, threshold, facts.replaced_as_expected(name)
+        figure = " -> ".join(pids) or None
+        if service and service.after:
+            strange = odd(service.before, service.after)
+            if strange is None and facts.rebooted_between(name):
+                strange = "another boot"
+            figure = f"{figure}: {strange}" if strange else figure
+        return figure, threshold, facts.replaced_as_expected(name)
 
     return look
 
