@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import pwd
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import pytest
 from kvhost import working_copy
 from kvhost.reports.since import last_removal
 from tests.e2e_tools import Site
+from tests.report_cases import PASSING, keep
 
 REPO = Path(__file__).parent.parent
 ONHOST = REPO / "kvhost" / "onhost"
@@ -356,6 +358,12 @@ def shows_and_asks(base: Base, copy: Path) -> None:
     code, text = remove(base, copy)  # nothing is left to ask about
     assert code == 0, text
     assert "Take kvhost away" not in text
+    for more in ("--dry", "", "-y"):  # the link was lost before it was noted
+        shutil.rmtree(copy / "reports")
+        keep(copy / "reports", PASSING, "@local")
+        code, text = remove(base, copy, *more.split())
+        noted = last_removal(copy / "reports", "@local")[0] is not None
+        assert (code, noted) == (0, more != "--dry"), text
 
 
 @pytest.mark.e2e

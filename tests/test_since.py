@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +28,7 @@ from kvhost.reports.views import fleet, load_hosts
 from tests.report_cases import FAILING, NOON, PASSING, REFUSED, keep
 
 pytestmark = pytest.mark.verdict
+REPO = Path(__file__).parents[1]
 RECEIPT = {"engine": {"digest": "a"}, "files": {}}
 OTHER = {"engine": {"digest": "b"}, "files": {}}
 
@@ -63,6 +67,10 @@ class Site:
     def removed(self, day: int, host: str = "web-1") -> None:
         self.day = day
         module.note_removal(self.reports, host)
+
+    def released(self, day: int, host: str = "web-1") -> None:
+        self.day = day
+        module.note_removal(self.reports, host, "released")
 
     def status(self) -> tuple[int, str]:
         done = CliRunner().invoke(cli.main, ["status"])
@@ -165,6 +173,94 @@ def test_one_that_was_never_tested_is_said_to_be_removed(site: Site) -> None:
     assert (code, text) == (2, f"web-1: removed at {time(2)} by kvhost remove, no verdict yet\n")
     site.left(3, RECEIPT)
     assert site.status() == (2, "web-1: no verdict yet\n")
+
+
+def test_a_host_whose_drive_was_given_back_has_no_verdict(site: Site, tmp_path: Path) -> None:
+    site.tested(0)
+    site.released(2)
+    code, text = site.status()
+    said = (
+        f"web-1: stopped at {time(2)}, when kvhost release gave its drive back: no verdict stands"
+    )
+    assert (code, said in text, "removed" in text) == (2, True, False), text
+    told = json.loads(CliRunner().invoke(cli.main, ["status", "--json"]).stdout)["web-1"]
+    assert (told["removed"], told["released"]) == (None, time(2))
+    (row,) = fleet(load_hosts(site.reports)).hosts
+    assert (row.persisted, row.removed, row.released) == ("NONE", None, time(2))
+    assert module.last_removal(site.reports, "web-1") == (None, None)
+    site.left(3, RECEIPT)
+    again = f"gave its drive back, provisioned again at {time(3)}, and not tested since"
+    assert again in site.status()[1]
+    site.tested(4)
+    assert site.status()[0] == 0
+
+
+def test_what_was_not_noted_is_known(site: Site) -> None:
+    def found() -> tuple[bool, bool]:
+        one, two = (module.unnoted(site.reports, "web-1", w) for w in ("removed", "released"))
+        return one, two
+
+    assert found() == (False, False)  # never tested: nothing stands
+    site.tested(0)
+    assert found() == (True, True)
+    site.released(1)
+    assert found() == (True, False)
+    site.removed(2)
+    assert found() == (False, False)
+    site.left(3, RECEIPT)
+    assert found() == (True, False)
+    site.tested(4)
+    assert found() == (True, True)
+    site.removed(5)
+    assert found() == (False, False)
+    (site.reports / "web-1" / f"{time(6)}.json").write_text("torn")
+    assert found() == (False, False)
+
+
+#: what the deploys note, without a host: two commands of a release, and whether a note lacks
+DEPLOYS = """
+import sys
+from types import SimpleNamespace
+from deploys.common import since
+from deploys.storage import operations
+
+paths = SimpleNamespace(drive="/d", base_dir="/b", state="/s")
+run = SimpleNamespace(host="web-1", user="u", paths=paths, script=lambda name: name)
+
+def release(there):
+    operations.ask_json = lambda argv: {"status": "ok", "data": there}
+    made = list(operations.release_drive._inner.__wrapped__(run=run))
+    for one in made[-1:]:  # the command before it is for the host
+        one.function(None, SimpleNamespace(name="web-1"))
+    return len(made)
+
+print(release(sys.argv[1] == "drive"), since.removal_unnoted("web-1", sys.argv[2]))
+"""
+
+
+def deploys(site: Site, *words: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    argv = [sys.executable, "-c", DEPLOYS, *words]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_release_is_noted_and_a_note_that_lacks_is_made_up_for(site: Site) -> None:
+    site.tested(0)
+    site.left(0, RECEIPT)
+    assert deploys(site, "none", "/b") == "0 True"  # no drive was there
+    site.left(0, {**RECEIPT, "drive": {"mount": "/d"}, "scripts": {"/b/bin/a.py": "d"}})
+    (site.receipts / "web-1.json").write_text(
+        (site.receipts / "web-1.json").read_text().replace(time(0), time(-1))
+    )
+    assert deploys(site, "none", "/elsewhere") == "1 False"  # the receipt is of another base_dir
+    assert "when kvhost release gave its drive back" in site.status()[1]
+    assert deploys(site, "none", "/b") == "0 True"
+    (site.reports / "web-1" / module.NAME).unlink()
+    assert site.status()[0] == 0
+    assert deploys(site, "drive", "/b") == "2 True"
+    assert "when kvhost release gave its drive back" in site.status()[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"removed": 5, "again": null}', "\udcff"])
