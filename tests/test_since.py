@@ -195,6 +195,40 @@ def test_a_host_whose_drive_was_given_back_has_no_verdict(site: Site, tmp_path: 
     assert site.status()[0] == 0
 
 
+def test_a_clock_that_goes_back_changes_nothing(site: Site) -> None:
+    site.tested(0)
+    site.removed(9)  # by a clock that was ahead
+    assert f"removed at {time(9)}" in site.status()[1]
+    site.left(3, RECEIPT)
+    assert "provisioned again" in site.status()[1]
+    site.tested(5)
+    assert site.status()[0] == 0
+    site.removed(3)
+    code, text = site.status()
+    assert (code, f"removed at {time(3)} by kvhost remove" in text) == (2, True), text
+    (site.reports / "web-1" / f"{time(5)}.json").unlink()
+    assert site.status()[0] == 2  # an older one is of before, too
+
+
+def test_a_note_that_knows_no_report_goes_by_the_clock(site: Site) -> None:
+    site.tested(1)
+    note = site.reports / "web-1" / module.NAME
+    for day, code in ((0, 0), (2, 2)):  # as they were written before
+        note.write_text(json.dumps({"host": "web-1", "removed": time(day), "again": None}))
+        assert site.status()[0] == code
+
+
+def test_one_that_was_removed_before_its_first_test(site: Site) -> None:
+    site.removed(9)
+    site.tested(0)
+    assert site.status()[0] == 0
+    torn = site.reports / "web-1" / f"{time(1)}.json"
+    torn.write_text("torn")
+    site.removed(9)
+    torn.unlink()
+    assert site.status()[0] == 2
+
+
 def test_what_was_not_noted_is_known(site: Site) -> None:
     def found() -> tuple[bool, bool]:
         one, two = (module.unnoted(site.reports, "web-1", w) for w in ("removed", "released"))

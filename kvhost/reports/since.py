@@ -52,11 +52,19 @@ class Since:
 
 @dataclass(frozen=True)
 class Note:
-    """``at``: when it happened; ``again``: when a run was there after it."""
+    """``at``: when it happened; ``again``: when a run was there after it. ``report``: time of the
+    report that stood then, "" where there was none; None where that is not known."""
 
     what: What
     at: str
     again: str | None
+    report: str | None
+
+    def is_after(self, report: Report) -> bool:
+        """By the report that stood: the clock of a controller may go back."""
+        if self.report is None:
+            return self.at >= report.time
+        return report.time <= self.report
 
 
 def _now() -> str:
@@ -69,7 +77,15 @@ def _path(folder: Path, host: str) -> Path:
 
 def note_removal(folder: Path, host: str, what: What = "removed") -> None:
     """Raises OSError."""
-    _write(_path(folder, host), host, Note(what, _now(), None))
+    _write(_path(folder, host), host, Note(what, _now(), None, _stood(folder, host)))
+
+
+def _stood(folder: Path, host: str) -> str | None:
+    try:
+        report, _ = standing_report(folder, host)
+    except (OSError, ValueError):
+        return None
+    return "" if report is None else report.time
 
 
 def unnoted(folder: Path, host: str, what: What = "removed") -> bool:
@@ -105,16 +121,19 @@ def last_note(folder: Path, host: str) -> Note | None:
         data: Any = json.loads(text_of(_path(folder, host)))
         what, at, again = data.get("what", "removed"), data["removed"], data["again"]
         datetime.strptime(at, TIME_FORMAT)
+        report = data.get("report")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if what not in get_args(What):
         return None
-    return Note(what, at, again if isinstance(again, str) else None)
+    again = again if isinstance(again, str) else None
+    return Note(what, at, again, report if isinstance(report, str) else None)
 
 
 def _write(path: Path, host: str, note: Note) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    data = {"host": host, "what": note.what, "removed": note.at, "again": note.again}
+    told = {"what": note.what, "removed": note.at, "again": note.again, "report": note.report}
+    data = {"host": host, **told}
     new = path.with_name(f"{NAME}.new")
     new.touch(mode=0o600)
     new.write_text(json.dumps(data) + "\n", "utf-8")
@@ -124,7 +143,7 @@ def _write(path: Path, host: str, note: Note) -> None:
 def since(folder: Path, report: Report) -> Since | None:
     """What happened to the host since its last report; None where its verdict may stand."""
     note = last_note(folder, report.host)
-    if note is not None and note.at >= report.time:
+    if note is not None and note.is_after(report):
         at = {note.what: note.at}
         return Since(at.get("removed"), note.again, at.get("released"))
     changed = _changed(report)
