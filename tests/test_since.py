@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -305,6 +306,78 @@ def test_a_note_that_is_none_says_nothing(text: str, site: Site) -> None:
     assert site.status()[0] == 0
     site.left(1, RECEIPT)
     assert site.status()[0] == 0
+
+
+def note_of(site: Site, **changes: object) -> Path:
+    path = site.reports / "web-1" / module.NAME
+    told = {"host": "web-1", "what": "removed", "removed": time(2), "again": None, "report": None}
+    path.write_text(json.dumps({**told, **changes}))
+    return path
+
+
+ODD: list[dict[str, object]] = [
+    {"host": "web-2"}, {"host": None}, {"removed": "2026-3-1T1200Z"}, {"removed": "\x1b[31m"},
+    {"removed": None}, {"what": "\x1b[31m"}, {"what": ["removed"]}, {"more": "x" * (1 << 16)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", ODD, ids=range(len(ODD)))
+def test_a_note_that_is_odd_or_of_another_host_is_none(
+    changes: dict[str, object], site: Site
+) -> None:
+    site.tested(0)
+    note_of(site)
+    assert site.status()[0] == 2
+    note_of(site, **changes)
+    assert site.status()[0] == 0
+
+
+@pytest.mark.parametrize("again", ["\u001b[31mRED", "2026", ["x"], time(3) + "\n", 5])
+def test_what_is_no_time_is_never_shown(again: object, site: Site) -> None:
+    site.tested(0)
+    note_of(site, again=again, report=again)
+    code, text = site.status()
+    assert (code, REMOVED in text, "RED" in text, "\x1b" in text) == (2, True, False, False)
+
+
+def test_a_receipt_without_a_time_changes_nothing(site: Site) -> None:
+    site.tested(0)
+    site.left(2, OTHER)
+    path = site.receipts / "web-1.json"
+    told = json.loads(path.read_text())
+    for value in (None, "\x1b[31m", 5, ["x"]):
+        path.write_text(json.dumps({**told, "time": value}))
+        assert site.status()[0] == 0
+    del told["time"]
+    path.write_text(json.dumps(told))
+    code, text = site.status()
+    assert (code, "None" in text) == (0, False)
+
+
+def test_a_note_of_gibibytes_is_not_read(site: Site) -> None:
+    site.tested(0)
+    with note_of(site).open("r+b") as file:
+        file.truncate(3 << 30)  # a hole
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert module.last_note(site.reports, "web-1") is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+@pytest.mark.parametrize("name", [module.NAME, f"{module.NAME}.new"])
+def test_a_link_or_a_pipe_in_the_place_of_the_note(name: str, site: Site, tmp_path: Path) -> None:
+    site.tested(0)
+    victim, place = tmp_path / "victim", site.reports / "web-1" / name
+    victim.write_text("mine")
+    place.symlink_to(victim)
+    site.removed(1)
+    assert victim.read_text() == "mine"
+    assert not (site.reports / "web-1" / module.NAME).is_symlink()
+    place.unlink()
+    os.mkfifo(place)
+    if name == module.NAME:
+        assert site.status()[0] == 0  # not waited for
+    site.removed(2)
+    assert REMOVED in site.status()[1]
 
 
 def test_the_note_is_its_owners_alone(site: Site) -> None:

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvhost.basics import host_folder, text_of
 from kvhost.records import receipts
@@ -21,6 +21,8 @@ from kvhost.working_copy import CopyError
 
 #: no .json: among the reports it is none
 NAME = "removed"
+#: bytes; a note has some 150
+_MOST = 1 << 16
 What = Literal["removed", "released"]
 
 
@@ -116,28 +118,35 @@ def last_removal(folder: Path, host: str) -> tuple[str | None, str | None]:
 
 
 def last_note(folder: Path, host: str) -> Note | None:
-    """What was noted of the host; None where nothing was, or what is there is no note."""
+    """What was noted of the host; None where nothing was, or what is there is no note of it."""
     try:
-        data: Any = json.loads(text_of(_path(folder, host)))
-        what, at, again = data.get("what", "removed"), data["removed"], data["again"]
-        datetime.strptime(at, TIME_FORMAT)
-        report = data.get("report")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        data: Any = json.loads(text_of(_path(folder, host), _MOST))
+    except (OSError, ValueError, RecursionError):
         return None
-    if what not in get_args(What):
+    if not isinstance(data, dict) or data.get("host") != host:
         return None
-    again = again if isinstance(again, str) else None
-    return Note(what, at, again, report if isinstance(report, str) else None)
+    what, at = data.get("what", "removed"), _time(data.get("removed"))
+    if what not in ("removed", "released") or at is None:
+        return None
+    report = data.get("report")
+    known = "" if report == "" else _time(report)
+    return Note(what, at, _time(data.get("again")), known)
+
+
+def _time(value: Any) -> str | None:
+    """As reports have it; None for anything else, which is never shown."""
+    try:
+        moment = datetime.strptime(value, TIME_FORMAT)
+    except (TypeError, ValueError):
+        return None
+    return str(value) if moment.strftime(TIME_FORMAT) == value else None
 
 
 def _write(path: Path, host: str, note: Note) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     told = {"what": note.what, "removed": note.at, "again": note.again, "report": note.report}
     data = {"host": host, **told}
-    new = path.with_name(f"{NAME}.new")
-    new.touch(mode=0o600)
-    new.write_text(json.dumps(data) + "\n", "utf-8")
-    new.replace(path)
+    receipts.write_private(path, json.dumps(data) + "\n")
 
 
 def since(folder: Path, report: Report) -> Since | None:
@@ -158,4 +167,5 @@ def _changed(report: Report) -> str | None:
         return None
     digest = hashlib.sha256(json.dumps(kept.receipt, sort_keys=True).encode()).hexdigest()
     other = report.receipt is not None and report.receipt != digest
-    return kept.time if other and kept.time > report.time else None
+    time = _time(kept.time)  # one without it cannot be told to be of after the test
+    return time if other and time is not None and time > report.time else None
