@@ -65,7 +65,7 @@ def host_folder(host: str) -> str:
     """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
 
     >>> host_folder("@local"), host_folder("web-1.example")
-    ('_local-12ef56c1', 'web-1.example')
+    ('_local-e2d84095', 'web-1.example')
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", host):
         return host
