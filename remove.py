@@ -6,7 +6,7 @@ The plan comes first; the command then asks, unless -y was given. Drives are rel
 from deploys.common.prepare import visit
 from deploys.common.refused import SEE_ABOVE, refused, unreported
 from deploys.common.runlock import take_lock
-from deploys.remove import nothing, remove, show_removal
+from deploys.remove import lacks_note, nothing, remove, show_removal
 from kvhost.commands.asking import answer
 
 here = visit()
@@ -14,11 +14,11 @@ if here is None:
     unreported()
 else:
     found = show_removal(here)
-    answer(here.host, {"goes": found})
+    answer(here.host, {"goes": found, "unnoted": found is False and lacks_note(here)})
     if found:
         take_lock(name="host: one run at a time", run=here)
         remove(name="remove: services, programs, configuration, keys, user", at=here)
     elif found is None:
         refused(name="remove: not kvhost's", why=SEE_ABOVE)
     else:
-        nothing(name="remove: nothing goes")
+        nothing(name="remove: nothing goes", at=here)

@@ -4,13 +4,12 @@ On the hosts that have a shared_store_address; on the others nothing is done. No
 installed. Hosts use the store by the setting shared_tier (deploy.py).
 """
 
-from pyinfra.api.exceptions import DeployError
-
 from deploys import shared
 from deploys.common.prepare import show, visit
 from deploys.common.refused import refused, unreported
 from deploys.common.runlock import take_lock
 from deploys.common.store import look, secrets_of, store_of
+from kvhost.plan.stopped import controller_refused
 from kvhost.plan.types import Action, Plan, unreadable
 from kvhost.report import ReportError
 from kvhost.schema.shared_values import is_s3
@@ -33,7 +32,7 @@ else:
         found = look(settings)
         refusals = tuple(store_refusals(settings, found, password))
     except SecretError as error:
-        raise DeployError(f"{here.host}: {error}") from error
+        found, refusals = {}, controller_refused(str(error)).refusals  # of this host alone
     except ReportError as error:
         found, refusals = {}, (unreadable("cache", "what a store needs", str(error)),)
     what = f"the store on {settings.shared_store_address}:{settings.shared_store_port}"

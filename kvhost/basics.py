@@ -20,12 +20,18 @@ Persisted = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO_BY_DESIGN"]
 EXIT_CODES: dict[Persisted, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "NO_BY_DESIGN": 3}
 
 
-def text_of(path: Path) -> str:
-    """A file of UTF-8. Raises OSError, also for what is no file (a pipe would be waited for), and
-    UnicodeDecodeError."""
+def text_of(path: Path, most: int | None = None) -> str:
+    """A file of UTF-8, of ``most`` bytes. Raises OSError, also for what is no file (a pipe would be
+    waited for) or too large, and UnicodeDecodeError."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a regular file")
-    return path.read_text(encoding="utf-8")
+    if most is None:
+        return path.read_text(encoding="utf-8")
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{path} has more than {most} bytes")
+    return data.decode("utf-8")
 
 
 def lenient_output() -> None:
@@ -64,7 +70,7 @@ def host_folder(host: str) -> str:
     """A file name for a host's name: odd characters become "_", then a digest keeps hosts apart.
 
     >>> host_folder("@local"), host_folder("web-1.example")
-    ('_local-12ef56c1', 'web-1.example')
+    ('_local-e2d84095', 'web-1.example')
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", host):
         return host

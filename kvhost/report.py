@@ -10,10 +10,18 @@ from __future__ import annotations
 import json
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvhost.driver.types import DriverFacts
 from kvhost.drives.types import Drives
+from kvhost.state_files import SHAPES, trouble
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -327,6 +335,13 @@ class Kvhost(_Model):
     last_run: Part[str] = NOT_TOLD
     files: Part[dict[str, HostFile]]
     units: Part[list[OwnUnit]]
+
+    @field_validator(*SHAPES)
+    @classmethod
+    def _as_kvhost_writes_it(cls, part: Part[Any], info: ValidationInfo) -> Part[Any]:
+        """What is not is unreadable: a plan reads these files by their keys."""
+        why = trouble(str(info.field_name), part.data) if part.status == "ok" else None
+        return part if why is None else Part[Any](status="unreadable", why=why)
 
 
 class ForeignProcess(_Model):

@@ -71,6 +71,18 @@ def test_data_without_a_value_is_wrong_usage(copy: Copy) -> None:
     assert (code, secret in text) == (2, False)
 
 
+def test_the_digits_of_another_script_are_no_number(copy: Copy) -> None:
+    for value in ("\uff11\uff12\uff13\uff14", "\u0668000", "-\u0967", "1\u2003"):
+        code, text = copy.kvhost(
+            "plan", "--inventory", "inventory.py", "--data", f"api_port={value}"
+        )
+        assert (code, "api_port: the digits of a number are 0 to 9" in text) == (2, True), text
+        assert "Loading inventory" not in text
+    name = ("--data", "served_model_name=\u0661\u0662x")  # text of another script is text
+    code, text = copy.kvhost("plan", "--inventory", "inventory.py", *name, "--limit", "nosuch")
+    assert "nosuch: no such host" in text
+
+
 def test_a_way_in_which_a_failed_host_is_not_seen_is_refused(copy: Copy) -> None:
     for run in (copy.kvhost, copy.pyinfra):
         words = ("up", "--inventory") if run == copy.kvhost else ()

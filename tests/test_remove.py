@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import pwd
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import pytest
 from kvhost import working_copy
 from kvhost.reports.since import last_removal
 from tests.e2e_tools import Site
+from tests.report_cases import PASSING, keep
 
 REPO = Path(__file__).parent.parent
 ONHOST = REPO / "kvhost" / "onhost"
@@ -366,6 +368,12 @@ def shows_and_asks(base: Base, copy: Path) -> None:
     assert f"the cache in {base.root}/tier; models in {base.root}/models" in told, text
     assert "kvhost remove --data remove_cache=true --data remove_models=true removes it" in told
     assert "kvhost up uses it again" in told, "the copy has no bin/"
+    for more in ("--dry", "", "-y"):  # the link was lost before it was noted
+        shutil.rmtree(copy / "reports")
+        keep(copy / "reports", PASSING, "@local")
+        code, text = remove(base, copy, *more.split())
+        noted = last_removal(copy / "reports", "@local")[0] is not None
+        assert (code, noted) == (0, more != "--dry"), text
 
 
 @pytest.mark.e2e

@@ -25,13 +25,27 @@ def given() -> Mapping[str, Any]:
 
 
 def check_data(options: Mapping[str, Any]) -> None:
-    """Every --data is KEY=VALUE. Else ends the process with 2."""
+    """Every --data is KEY=VALUE, and a number's digits are 0 to 9. Else ends the process with 2."""
     for word in options.get("data") or ():
-        key, equals, _ = word.partition("=")
+        key, equals, value = word.partition("=")
         if not (key.strip() and equals):
             # what stands there may be a secret that was pasted
             what = short(word) if word.replace("_", "").isalnum() and len(word) < 30 else "one word"
             _stop(f"--data {what} has no value: write --data KEY=VALUE (docs/settings.md)")
+        if not value.isascii() and _is_a_number(value):
+            _stop(
+                f"--data {printable(key)}: the digits of a number are 0 to 9; write "
+                f"{printable(key)}={int(value)}, or in quotes, '\"…\"', what is meant as text"
+            )
+
+
+def _is_a_number(value: str) -> bool:
+    """As pyinfra takes it, by int(), which knows the digits of every script."""
+    try:
+        int(value)
+    except ValueError:
+        return False
+    return True
 
 
 def check_ways(options: Mapping[str, Any]) -> None:

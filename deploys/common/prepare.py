@@ -11,7 +11,7 @@ from typing import Any
 
 from pyinfra import context, host, logger
 from pyinfra.api.arguments import all_global_arguments
-from pyinfra.api.exceptions import DeployError
+from pyinfra.api.exceptions import DeployError, PyinfraError
 from rich.console import Console
 
 from deploys.common import early
@@ -21,7 +21,7 @@ from deploys.common.journal import keep_journal
 from deploys.common.ollama import prepare_ollama
 from deploys.common.operations import sha256
 from deploys.common.program import against_program
-from deploys.common.reasons import hide
+from deploys.common.reasons import failed, hide
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
@@ -42,6 +42,7 @@ from kvhost.plan.host import installed, minor
 from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import ModelNeed, Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan.model_need import need_of
+from kvhost.plan.stopped import controller_refused, plan_failed
 from kvhost.plan.types import Refusal, Stage, unreadable
 from kvhost.plan.view import render_plans
 from kvhost.records import progress
@@ -149,14 +150,33 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
     settings = all_settings()[host.name]
     keep_journal()
     try:
-        key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
-        shared = shared_password(settings, os.environ)
-        hide((key, token, shared))
-        shared_texts(settings)  # a file that is missing is said before anything is done
-        matrix, mirror = the_matrix(), mirror_of(settings)
+        return _prepare(settings, only_refusals=only_refusals, stages=stages)
     except (SecretError, LockError, MirrorError) as error:
-        tell("refused", host=host.name, why=str(error))
-        raise DeployError(f"{host.name}: {error}") from error
+        stopped(controller_refused(str(error)))
+    except PyinfraError:
+        raise  # pyinfra's own way to end a host, or the run
+    except Exception as error:  # whatever is odd about one host: the others go on
+        logger.debug("%s: no plan", host.name, exc_info=error)
+        stopped(plan_failed(error))
+    return None
+
+
+def stopped(plan: Plan) -> None:
+    """This host alone is refused, in one line beside its plan; the others go on."""
+    (refusal,) = plan.refusals
+    failed(host, f"{refusal.what}: {refusal.found}")
+    show(plan)
+
+
+def _prepare(
+    settings: Settings, *, only_refusals: bool, stages: frozenset[Stage] | None
+) -> Run | None:
+    """Raises SecretError, LockError, MirrorError for what lies on the controller."""
+    key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
+    shared = shared_password(settings, os.environ)
+    hide((key, token, shared))
+    shared_texts(settings)  # a file that is missing is said before anything is done
+    matrix, mirror = the_matrix(), mirror_of(settings)
     progress.tell(host.name, "looked at")
     try:
         report = gather(settings)
@@ -181,11 +201,7 @@ def prepare(*, only_refusals: bool = False, stages: frozenset[Stage] | None = No
         *drive_packages(settings),
     )
     report = only_packages(report, packages)
-    try:
-        lock = read_lock(REPO / "locks", info, version, own_engine(settings, info))
-    except LockError as error:
-        tell("refused", host=host.name, why=str(error))
-        raise DeployError(f"{host.name}: {error}") from error
+    lock = read_lock(REPO / "locks", info, version, own_engine(settings, info))
     with_key = key is not None or (only_refusals and key_is_there(settings, report))
     decision = decision_of(report, info, matrix)
     # a run that installs nothing installs no driver

@@ -13,12 +13,10 @@ from rich.table import Table
 from deploys.common.context import Visit
 from deploys.common.facts import CommandJson
 from deploys.common.operations import Commands, shown
-from deploys.common.reasons import failed
 from deploys.common.sent import ONHOST
+from deploys.common.since import note, removal_unnoted
 from kvhost.basics import printable
 from kvhost.plan.types import size
-from kvhost.reports.kept import reports_dir
-from kvhost.reports.since import note_removal
 
 
 def argv(at: Visit, *more: str) -> tuple[str, ...]:
@@ -95,6 +93,7 @@ def remove(at: Visit) -> Commands:
     """
     answer = look(at)
     if answer["status"] == "ok" and not answer["data"]["remove"] and not answer["data"]["user"]:
+        yield from _note_if_lacking(at)
         return
     yield shown(f"{shlex.join(argv(at))} > /dev/null")
     yield FunctionCommand(noted, (), {})
@@ -102,14 +101,23 @@ def remove(at: Visit) -> Commands:
 
 def noted(state: Any, host: Any) -> bool:
     """That the host was removed is kept where its verdicts are."""
-    try:
-        note_removal(reports_dir(), host.name)
-    except OSError as error:
-        return failed(host, f"removed, but it could not be noted beside its reports: {error}")
-    return True
+    return note(host, "removed")
+
+
+def lacks_note(at: Visit) -> bool:
+    """Whether an earlier removal was not noted: the link was lost, a disk was full."""
+    return removal_unnoted(at.host, at.paths.base_dir)
+
+
+def _note_if_lacking(at: Visit) -> Commands:
+    if lacks_note(at):
+        yield FunctionCommand(noted, (), {})
 
 
 @operation()
-def nothing() -> Commands:
-    """No change: there is nothing to remove."""
-    yield from ()
+def nothing(at: Visit) -> Commands:
+    """No change: there is nothing to remove. A removal that was not noted is noted now.
+
+    + at: the host
+    """
+    yield from _note_if_lacking(at)

@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import shlex
 from io import StringIO
+from typing import Any
 
-from pyinfra.api import operation
+from pyinfra.api import FunctionCommand, operation
 from pyinfra.operations import files
 
 from deploys.common.context import Run
 from deploys.common.looks import ask_json
 from deploys.common.operations import Commands, converges, refuse, shown
+from deploys.common.since import note, release_unnoted
 
 
 def order_path(run: Run) -> str:
@@ -64,11 +66,19 @@ def release_drive(run: Run) -> Commands:
     there = f"[ -e {shlex.quote(run.paths.drive)} ] && echo true || echo false"
     answer = ask_json(("sh", "-c", there))
     if answer["status"] == "ok" and answer["data"] is False:
+        if release_unnoted(run.host):
+            yield FunctionCommand(released, (), {})
         return
     base = ("--base", run.paths.base_dir, "--user", run.user)
     stop = ("python3", run.script("services"), *base, "shutdown")
     release = ("python3", run.script("drive_release"), "release", "--state", run.paths.state)
     yield shown(f"{shlex.join(stop)} && {shlex.join(release)} > /dev/null")
+    yield FunctionCommand(released, (), {})
+
+
+def released(state: Any, host: Any) -> bool:
+    """Nothing serves there any more: it is kept where the host's verdicts are."""
+    return note(host, "released")
 
 
 @operation()

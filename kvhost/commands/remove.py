@@ -33,11 +33,11 @@ def remove_command(inventory: str, yes: bool, pyinfra_args: tuple[str, ...]) -> 
     names = [one["host"] for one in found if one["goes"]]
     if any(one["goes"] is None for one in found) or not found:
         code = code or 1
-    if code == INTERRUPTED or args != pyinfra_args or not names:
+    late = [one["host"] for one in found if one.get("unnoted")]  # gone, and their verdicts stand
+    if code == INTERRUPTED or args != pyinfra_args or not names + late:
         sys.exit(code)
-    if not agreed(f"Take kvhost away from {printable(', '.join(names))}?"):
+    if names and not agreed(f"Take kvhost away from {printable(', '.join(names))}?"):
         sys.exit(1)
     # those that were shown, and no other
-    sys.exit(
-        cli.pyinfra(inventory, "remove.py", ("-y", *drop_limits(args), *limits(names))) or code
-    )
+    more = ("-y", *drop_limits(args), *limits([*names, *late]))
+    sys.exit(cli.pyinfra(inventory, "remove.py", more) or code)

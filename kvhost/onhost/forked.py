@@ -27,8 +27,8 @@ AT_ONCE = 6
 #: bytes; of a longer output the end is kept
 MOST_TEXT = 4 << 20
 Data = dict[str, Any]
-#: argv, and the user that it is run as; None: this one
-Command = tuple[Sequence[str], str | None]
+#: argv, and the user that it is run as; None: this one. In quotes: Python 3.9 has no "|" of types
+Command = tuple[Sequence[str], "str | None"]
 
 
 def _as_python_would(argv: Sequence[str]) -> None:

@@ -345,6 +345,8 @@ def _notes(settings: Settings, report: HostReport, facts: PlanInputs) -> list[st
     notes += accelerator_notes(settings, report, facts)
     if kvhost and kvhost.receipt.status == "unreadable":
         notes.append(f"The receipt of the last run is unreadable: {kvhost.receipt.why}.")
+    if kvhost and kvhost.verified.status == "unreadable":
+        notes.append(f"The last verdict on the host is unreadable: {kvhost.verified.why}.")
     if kvhost and (lock := kvhost.run_lock.data) and lock_is_free(settings, lock, facts):
         age = f"{lock.age_s / 60:.0f} min"
         notes.append(f"Takes over the run lock of {lock_owner(lock)}, last written {age} ago.")

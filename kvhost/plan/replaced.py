@@ -21,7 +21,7 @@ def runner_before(report: HostReport) -> str | None:
         found = receipt.get("runner") or receipt["namespace"]["fields"].get("runner", "vllm")
     except (AttributeError, KeyError, TypeError):
         return None
-    return found if found in TITLES else None
+    return found if isinstance(found, str) and found in TITLES else None
 
 
 def replaced(settings: Settings, report: HostReport) -> str | None:

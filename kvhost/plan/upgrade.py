@@ -66,7 +66,8 @@ def after_a_pass(kvhost: Kvhost, facts: PlanInputs) -> list[Built]:
 
 def upgrade_notes(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[str]:
     """What switching to another environment means, where one is in use already; of another runner
-    replaced_notes() tells."""
+    replaced_notes() tells. And which ways back cannot be read."""
+    yield from _unreadable_ways(report)
     if replaced(settings, report) is not None:
         return
     kvhost = report.kvhost.data
@@ -82,6 +83,14 @@ def upgrade_notes(settings: Settings, report: HostReport, facts: PlanInputs) -> 
         f"environment has passed, and one turn longer{more}. A verdict that is not PASS, or "
         "services that do not answer, go back to it, to its configuration and to its cache."
     )
+
+
+def _unreadable_ways(report: HostReport) -> Iterator[str]:
+    own = report.kvhost.data
+    if own is not None and own.good.status == "unreadable":
+        yield f"What passed last is unreadable, and there is no way back to it: {own.good.why}."
+    if own is not None and own.previous.status == "unreadable":
+        yield f"What passed before the last is unreadable: {own.previous.why}."
 
 
 def env_bytes(row: Built) -> int | None:

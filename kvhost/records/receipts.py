@@ -66,17 +66,22 @@ def keep(
         "verdict": dict(verdict) if verdict is not None else None,
         "receipt": dict(receipt),
     }
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")  # 0600 by mkstemp
+    write_private(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """0600, in one step; what was there, a link or a pipe too, is replaced. Raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # 0600 by mkstemp
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return path
 
 
 def set_aside(folder: Path, host: str) -> Path:

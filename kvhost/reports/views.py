@@ -206,8 +206,9 @@ def load_hosts(folder: Path, host: str | None = None) -> list[HostView]:
 
 class FleetHost(BaseModel):
     """``persisted``: the verdict that stands, of the report of ``time``; NONE where the newest file
-    is not readable, or the host was removed or changed after the newest report, at ``removed`` and
-    ``changed`` (provisioned again, where it was removed). ``left_out``: time of a newer report,
+    is not readable, or the host was removed, its drive released, or it was changed after the
+    newest report, at ``removed``, ``released`` and ``changed`` (provisioned again, where it was
+    removed or its drive released). ``left_out``: time of a newer report,
     whose test was left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -218,6 +219,7 @@ class FleetHost(BaseModel):
     left_out: str | None
     removed: str | None
     changed: str | None
+    released: str | None
     reports: list[Report]
     unreadable: list[str]
 
@@ -241,6 +243,7 @@ def fleet(views: Sequence[HostView]) -> Fleet:
                 left_out=view.left_out.time if view.left_out else None,
                 removed=view.since.removed if view.since else None,
                 changed=view.since.changed if view.since else None,
+                released=view.since.released if view.since else None,
                 reports=view.reports,
                 unreadable=[path.name for path in view.unreadable],
             )
