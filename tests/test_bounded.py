@@ -127,6 +127,8 @@ def test_a_restart_command_may_leave_a_server_behind(tmp_path: Path) -> None:
         words = shell(f"sleep 77 & echo $! >{tmp_path}/pid; seq 5000; exit 4")
         assert bounded.run_into(output, words, 10) == 4
         assert bounded.last_of(output, 10) == "4999\n5000\n"
+        assert bounded.last_of(output, 7) == "5000\n"
+        assert bounded.last_of(output, 3) == "00\n"
         pid = int((tmp_path / "pid").read_text())
         assert runs(pid)
         os.kill(pid, signal.SIGKILL)
@@ -158,6 +160,10 @@ def test_the_report_is_not_held_up_by_a_python_of_the_users(
     python.chmod(0o755)
     with pytest.raises(OSError, match="prints more than"):
         engine_pip.read_settings(str(python))
+    python.write_text('#!/bin/sh\necho "https://ada:s3same@h$(printf %01990d 0)" >&2; exit 1\n')
+    with pytest.raises(ValueError, match="config list: ") as failed:
+        engine_pip.read_settings(str(python))
+    assert "3same" not in str(failed.value)
 
 
 def test_ollama_that_makes_a_model_may_show_much(tmp_path: Path) -> None:

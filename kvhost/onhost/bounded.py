@@ -176,7 +176,11 @@ def run_into(output: IO[bytes], argv: Sequence[str], limit_s: float, most: int =
 
 
 def last_of(output: IO[bytes], most: int = 4096) -> str:
-    """The end of what such a file holds."""
-    size = os.fstat(output.fileno()).st_size
-    output.seek(max(0, size - most))
-    return output.read(most).decode(errors="replace")
+    """The end of what such a file holds, from the beginning of a line on if there is one: half a
+    secret would not be known again."""
+    start = max(0, os.fstat(output.fileno()).st_size - most - 1)
+    output.seek(start)
+    text = output.read(most + 1)
+    if start:
+        text = text.partition(b"\n")[2] or text[1:]
+    return text.decode(errors="replace")
