@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,16 @@ def test_a_host_without_an_answer_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     _, _, silent = ask_all(run, "i.py", "deploys/logs.py", (), {})
     assert silent["a"] == "it gave no answer: engine: \x1b[31mno space is left"
     assert silent["c"] == "it gave no answer"
+
+
+@pytest.mark.parametrize("more", [590, 596, 599])
+def test_what_a_look_said_is_masked_before_it_is_cut(more: int) -> None:
+    code = (
+        "from deploys.common.looks import json_of\n"
+        f"print(json_of({{'exit': 1, 'out': {ENV_KEY!r} + 'x' * {more}}})['why'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], text=True, check=True,
+        env={**os.environ, "KVHOST_API_KEY": ENV_KEY}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert not set(done.stdout.strip()) - {"*", "x"}

@@ -6,6 +6,7 @@ what follows from it. No secret that this process knows of is in it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,11 @@ def last_words(lines: Iterable[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
     named = [n for n, line in enumerate(said) if _NAMED.match(line)]
     return " ".join(said[named[-1] :] if named else said[-1:])
+
+
+def end_of(text: str, most: int = 600) -> str:
+    """The last characters of what a program said; masked first, for half a secret is not known."""
+    return run_log.of_process(os.environ)(text.strip())[-most:]
 
 
 def forget(host: str) -> None:
