@@ -63,14 +63,63 @@ def test_of_one_that_shows_its_progress_the_end_is_kept() -> None:
         bounded.run(["yes"], 0.3, TAIL, tail=True)
 
 
-@pytest.mark.parametrize("text", ["sleep 77", "exec >&- 2>&-; sleep 77", "sleep 77 & echo $! >pid"])
+#: each starts a program that writes its PID, the last three in a process group of its own
+STARTS = ["sh -c '{}' & wait", "timeout 70 sh -c '{}'", "set -m; sh -c '{}' & wait"]
+STARTS += ["set -m; timeout 70 timeout 69 sh -c '{}' & wait"]
+
+
+@pytest.mark.parametrize("text", ["exec sleep 77", "exec >&- 2>&-; sleep 77", *STARTS])
 def test_one_that_does_not_end_is_ended_with_all_it_started(text: str, tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(bounded.TooMuch, match=r"not ended within 0\.4 s"):
-        bounded.run(shell(text), 0.4, cwd=tmp_path)
+        bounded.run(shell(text.format("echo $$ >pid; exec sleep 77")), 0.4, cwd=tmp_path)
     assert time.monotonic() - begun < 10
-    if (tmp_path / "pid").exists():
+    if text in STARTS:
         assert not alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("start", ["", "timeout 70 "])
+def test_a_child_that_holds_its_output_is_not_waited_for(start: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    text = f"{start}sh -c 'echo $$ >pid; exec sleep 77' & echo found; exit 3"
+    done = bounded.run(shell(text), 60, cwd=tmp_path)
+    assert (done.code, done.out) == (3, "found\n")
+    assert time.monotonic() - begun < 10
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_daemon_has_a_session_of_its_own(tmp_path: Path) -> None:
+    bounded.run(shell("setsid sh -c 'echo $$ >pid; exec sleep 77' & sleep 0.5"), 60, cwd=tmp_path)
+    pid = int((tmp_path / "pid").read_text())
+    assert runs(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_what_may_not_be_signalled_is_named_beside_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with sudo, which is root's: it is stood in for by a kill that is refused."""
+    started: list[int] = []
+
+    def refused(pid: int, number: int) -> None:
+        started.append(pid)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refused)
+    monkeypatch.setattr(bounded, "END_S", 0.1)
+    try:
+        with pytest.raises(bounded.TooMuch, match=r"within 0\.2 s, and .* PID \d+ runs on"):
+            bounded.run(["sleep", "77"], 0.2)
+        with tempfile.TemporaryFile() as output:
+            with pytest.raises(bounded.TooMuch, match=r"within 0\.2 s"):
+                bounded.run_into(output, shell(f"echo $$ >{tmp_path}/pid; exec sleep 77"), 0.2)
+            started.append(int((tmp_path / "pid").read_text()))
+            with pytest.raises(bounded.TooMuch, match=r"more than 1 MiB, and .* PID \d+ runs on"):
+                bounded.run_into(output, ["yes"], 60, 1 << 20)
+    finally:
+        monkeypatch.undo()
+        for pid in set(started):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_restart_command_may_leave_a_server_behind(tmp_path: Path) -> None:
@@ -78,15 +127,21 @@ def test_a_restart_command_may_leave_a_server_behind(tmp_path: Path) -> None:
         words = shell(f"sleep 77 & echo $! >{tmp_path}/pid; seq 5000; exit 4")
         assert bounded.run_into(output, words, 10) == 4
         assert bounded.last_of(output, 10) == "4999\n5000\n"
+        assert bounded.last_of(output, 7) == "5000\n"
+        assert bounded.last_of(output, 3) == "00\n"
         pid = int((tmp_path / "pid").read_text())
         assert runs(pid)
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_restart_command_neither_fills_the_disk_nor_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["{}", *STARTS])
+def test_a_restart_command_neither_fills_the_disk_nor_is_waited_for(
+    start: str, tmp_path: Path
+) -> None:
     with tempfile.TemporaryFile() as output:
-        with pytest.raises(bounded.TooMuch, match="prints more than 1 MiB"):
-            bounded.run_into(output, shell(f"echo $$ >{tmp_path}/pid; yes"), 60, 1 << 20)
+        words = shell(start.format(f"echo $$ >{tmp_path}/pid; exec yes"))
+        with pytest.raises(bounded.TooMuch, match=r"prints more than 1 MiB$"):
+            bounded.run_into(output, words, 60, 1 << 20)
         assert not alive(int((tmp_path / "pid").read_text()))
         with pytest.raises(bounded.TooMuch, match="not ended within"):
             bounded.run_into(output, ["sleep", "77"], 0.2)
@@ -105,6 +160,10 @@ def test_the_report_is_not_held_up_by_a_python_of_the_users(
     python.chmod(0o755)
     with pytest.raises(OSError, match="prints more than"):
         engine_pip.read_settings(str(python))
+    python.write_text('#!/bin/sh\necho "https://ada:s3same@h$(printf %01990d 0)" >&2; exit 1\n')
+    with pytest.raises(ValueError, match="config list: ") as failed:
+        engine_pip.read_settings(str(python))
+    assert "3same" not in str(failed.value)
 
 
 def test_ollama_that_makes_a_model_may_show_much(tmp_path: Path) -> None:

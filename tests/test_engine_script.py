@@ -425,7 +425,14 @@ def test_an_edited_environment_still_serves_when_the_new_one_fails(place: Place)
         ("print('{\"ok\": false, \"checks\": [{\"name\": \"torch\", \"state\": \"failed\","
          " \"detail\": \"not a CPU build\"}]}')", "the ABI check failed: torch"),
         ("import os, sys\nprint('here', file=sys.stderr, flush=True)\nos.abort()", "exit -6"),
-        ("print('[]')", "gave no result"),
+        ("print('[]')", "gave no result (exit 0):\n[]"),
+        ("print('{\"ok\": true, \"checks\": []}')", "proves nothing (exit 0)"),
+        (ABI_DOUBLE + "print('the pool is closed')", "\nthe pool is closed"),
+        (ABI_DOUBLE + "sys.exit(3)", "proves nothing (exit 3)"),
+        (ABI_DOUBLE.replace('"ok", "detail', '"failed", "detail'), "check failed: double"),
+        (ABI_DOUBLE + "print('closed')\nsys.exit('a warning')", "a warning\nnoise\n"),
+        ("print('[' * 100000)", "gave no result (exit 0)"),
+        ("", "gave no result (exit 0):\nit printed nothing"),
     ],
 )  # fmt: skip
 def test_an_environment_that_fails_its_proof_is_removed(

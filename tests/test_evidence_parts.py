@@ -12,13 +12,21 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvhost.onhost import evidence as collector
-from kvhost.onhost import evidence_config, evidence_events, ready
+from kvhost.onhost import (
+    evidence_config,
+    evidence_events,
+    evidence_foreign,
+    evidence_restart,
+    ready,
+)
 from kvhost.onhost import evidence_probe as probe
 from kvhost.onhost.evidence_other import credentials
 
@@ -146,6 +154,37 @@ def test_log_lines_lose_colour_key_and_token_ids() -> None:
     line = "\x1b[32mERROR\x1b[0m key sesame, prompt [1, 22,333, 4, 5] at 10.0, 2"
     assert probe.scrub(line, "sesame") == "ERROR key ***, prompt [(ids) ] at 10.0, 2"
     assert len(probe.scrub("x" * 999)) == 300
+
+
+KEY = "sesame-and-more"
+#: prints so many characters after the key, and fails
+SAYS = ["sh", "-c", f'echo no {KEY}$(printf "%0$1d" 0); exit 1', "sh"]
+
+
+def restarts(more: int) -> None:
+    """Of a runner that somebody else installed, with a command that fails."""
+    ours: Any = SimpleNamespace(
+        key=KEY, late=[], config={"restart": [*SAYS, str(more)]}, limits={"restart_s": 10},
+        evidence={"requests": {"cold": {"after": {}}}},
+    )  # fmt: skip
+    evidence_foreign.Collector.restart(ours)
+
+
+def commands(more: int) -> None:
+    """Of a service of kvhost's."""
+    evidence: Any = {"services": {"runner": {"restart": {}}}}
+    service = {"runner": {"restart": [*SAYS, str(more)]}}
+    ours: Any = SimpleNamespace(
+        key=KEY, config={"services": service}, limits={"restart_s": 10}, evidence=evidence
+    )
+    evidence_restart.Services.command(ours, "runner")
+
+
+@pytest.mark.parametrize("fails", [restarts, commands])
+@pytest.mark.parametrize("more", range(285, 299, 3))
+def test_a_key_is_masked_before_the_text_is_cut(fails: Callable[[int], None], more: int) -> None:
+    with pytest.raises(ValueError, match=r"^exit 1: (no )?\**0+$"):
+        fails(more)
 
 
 def test_who_holds_a_port_is_found_also_in_a_child(tmp_path: Path) -> None:

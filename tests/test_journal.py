@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvhost.commands import run_log
 from kvhost.commands import up as cli_up
 from kvhost.commands.asking import answer
 from kvhost.commands.up import Rolling, batches
@@ -79,6 +80,21 @@ def test_old_journals_go(tmp_path: Path) -> None:
     made = [journal.begin(tmp_path, ["up"]) for _ in range(journal.KEPT + 3)]
     assert sorted(tmp_path.glob("*.jsonl")) == made[3:]
     assert journal.newest(tmp_path) == made[-1]
+
+
+@pytest.mark.parametrize("event", ["why", "refused", "unreachable", "failed", "error"])
+def test_no_secret_is_in_a_reason(
+    event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVHOST_API_KEY", "geheim/123")
+    monkeypatch.setattr(run_log, "_hidden", set())
+    run_log.hide(["sesame1"])
+    why = "no sesame1, no geheim%2F123 at https://geheim456@h"
+    path = tmp_path / "journal"
+    tell(event, str(path), host="sesame1", name="a step", why=why)
+    (row,) = read_journal(path).rows.values()
+    assert row.why == "no ********, no ******** at https://********@h"
+    assert row.host == "sesame1"  # by which it is known
 
 
 def told(path: Path, *events: dict[str, object]) -> dict[str, Row]:

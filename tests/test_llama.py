@@ -469,6 +469,12 @@ def test_a_pipe_is_no_model_and_is_not_waited_for(tmp_path: Path) -> None:
         {"llama.attention.head_count": ["x"]},
         {"llama.attention.head_count": []},
         {"llama.attention.key_length": "x"},
+        {"llama.attention.key_length": -128},
+        {"llama.attention.value_length": -128},
+        {"llama.attention.head_count_kv": -8},
+        {"llama.attention.head_count_kv": True},
+        {"llama.attention.head_count_kv": [-1] * 8},
+        {"llama.attention.head_count": 1 << 20, "llama.attention.key_length": None},
         {"general.architecture": [1]},
     ],
 )

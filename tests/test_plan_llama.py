@@ -76,6 +76,20 @@ def test_its_own_program_costs_no_download() -> None:
         (file(config=ok({"keys": {"general.architecture": "llama",
                                   "llama.block_count": 2**32 - 1}})),
          {"model_source": MODEL}, "no_model", "block_count = 4294967295"),
+        *[
+            (file(config=ok({"keys": {
+                "general.architecture": "llama", "llama.block_count": 8,
+                "llama.embedding_length": 512, "llama.attention.head_count": 8,
+                "llama.context_length": 65536, f"llama.{key}": value,
+            }})), {"model_source": MODEL}, "no_model", said)
+            for key, value, said in (
+                ("attention.key_length", -128000, "attention.key_length = -128000"),
+                ("attention.head_count_kv", -8, "attention.head_count_kv = -8"),
+                ("attention.head_count_kv", [4, 4, -1], "attention.head_count_kv = [4, 4, -1]"),
+                ("attention.head_count_kv", True, "attention.head_count_kv = True"),
+                ("attention.head_count", 1024, "at most embedding_length = 512"),
+            )
+        ],
         (file(closed=["llama.gguf"]), {"model_source": MODEL}, "model_closed", "chmod o+r"),
         (file(blocked_by="/srv/models"), {"model_source": MODEL}, "model_closed", "chmod o+x"),
     ],

@@ -180,3 +180,16 @@ def test_the_end_of_a_log_is_no_reason() -> None:
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, cwd=REPO, text=True, capture_output=True, check=True)
     assert done.stdout.strip() == why
+
+
+@pytest.mark.parametrize("more", [590, 596, 599])
+def test_what_a_look_said_is_masked_before_it_is_cut(more: int) -> None:
+    code = (
+        "from deploys.common.looks import json_of\n"
+        f"print(json_of({{'exit': 1, 'out': {ENV_KEY!r} + 'x' * {more}}})['why'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], text=True, check=True,
+        env={**os.environ, "KVHOST_API_KEY": ENV_KEY}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert not set(done.stdout.strip()) - {"*", "x"}

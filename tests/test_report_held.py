@@ -69,6 +69,10 @@ def test_units_of_kvhosts_names_are_told_from_those_of_others(
         ["sh", "-c", f"exec vllm serve m --api-key {CANARY} --port 1"],
         ["x", "-H", f"Authorization: Bearer {CANARY}"],
         ["x", "hf_" + CANARY],
+        ["x", f"redis://user:pa@{CANARY}@host:6379/0"],
+        ["x", f"redis://user:pa/{CANARY}@host:6379/0"],
+        ["sh", "-c", f"x --password 'two {CANARY}'; PASSWORD='two {CANARY}' y"],
+        ["x", f"run ['--api-key', '{CANARY}']"],
     ],
 )
 def test_secrets_are_masked(argv: list[str]) -> None:

@@ -7,10 +7,12 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import click
 import pytest
@@ -215,6 +217,47 @@ def test_secrets_do_not_reach_a_log() -> None:
     assert mask("Authorization: Bearer abcdef") == "Authorization: Bearer ********"
     assert mask("token hf_" + "a" * 24 + ".") == "token ********."
     assert mask("env PYINFRA_SUDO_PASSWORD='x y' sudo") == "env PYINFRA_SUDO_PASSWORD=******** sudo"
+
+
+ODD = "gehe/im+\"pä\\ss wort'&="
+LINES = "-----BEGIN KEY-----\nabcdefgh\nijklmnop\n-----END KEY-----\n"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ODD, quote(ODD), quote(ODD, safe=""), quote_plus(ODD), quote(ODD, safe="").lower(),
+        json.dumps(ODD), json.dumps(ODD, ensure_ascii=False), json.dumps(ODD).replace("/", "\\/"),
+        shlex.quote(ODD), json.dumps(ODD).replace("&", "\\u0026"),
+        LINES, " ".join(LINES.split("\n")), json.dumps(LINES), quote(LINES),
+        *LINES.split("\n")[1:3],
+    ],
+)  # fmt: skip
+def test_a_known_secret_is_masked_however_it_is_written(written: str) -> None:
+    said = Mask([ODD, LINES])(f"x {written} y")
+    assert said.startswith("x ") and said.endswith(" y")
+    for part in ("gehe", "im", "ss", "wort", "abcd", "mnop"):
+        assert part not in said.lower(), said
+
+
+@pytest.mark.parametrize(
+    "text, masked",
+    [
+        ("at https://t0ken@h/x", "at https://********@h/x"),
+        ("redis://user:pa@ss@h:6379/0", "redis://********@h:6379/0"),
+        ("redis://user:pa/ss@h", "redis://********@h"),
+        ("--api-key=sesame1 --port 1", "--api-key=******** --port 1"),
+        ("--api-key sesame1 --port 1", "--api-key ******** --port 1"),
+        ("['--api-key', 'sesame1', 'b']", "['--api-key', ********, 'b']"),
+        ("password=sesame1, then", "password=********, then"),
+        ('password: "two words" x', "password: ******** x"),
+        ("GET http://127.0.0.1:8000/v1/models/a@b 200", ""),
+        ("key_length = 8, tokens: 9, api_key_file=secrets/key", ""),
+        ("https://h/simple, mail ada@h", ""),
+    ],
+)  # fmt: skip
+def test_an_unknown_secret_is_masked_by_its_look(text: str, masked: str) -> None:
+    assert Mask()(text) == (masked or text)
 
 
 def test_a_run_keeps_its_log_and_the_oldest_go(tmp_path: Path) -> None:

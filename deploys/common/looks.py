@@ -19,6 +19,7 @@ from pyinfra.api import FactBase
 from typing_extensions import override
 
 from deploys.common.facts import unreadable
+from deploys.common.reasons import end_of
 from deploys.common.sent import LOOKS, sent
 
 #: ("argv", word, …), ("user", user, word, …), ("file", path) or ("text", path): see onhost/looks.py
@@ -73,7 +74,7 @@ class Looks:
                 raise NotLooked(str(answer["refused"]))
             answers, lock = dict(zip(wanted, answer["answers"], strict=True)), answer["lock"]
         except (ValueError, LookupError, TypeError):
-            raise NotLooked(said.strip()[-600:] or "no answer") from None
+            raise NotLooked(end_of(said) or "no answer") from None
         self.told(answers, lock)
         if take:
             self.locked = True
@@ -140,7 +141,7 @@ def json_of(answer: Any) -> dict[str, Any]:
     lines = [line for line in answer["out"].splitlines() if line.strip()]
     if answer["exit"] != 0:
         why = " | ".join(lines[-3:]) or "no output"
-        return {**unreadable(why[:600]), "exit": answer["exit"]}
+        return {**unreadable(end_of(why)), "exit": answer["exit"]}
     if not lines:
         return unreadable("it printed nothing")
     return parsed(lines[-1])

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from deploys.common.context import REPO, Run
 from deploys.common.facts import script_text, scripts, with_siblings
+from deploys.common.reasons import end_of
 from deploys.common.runlock import is_dead
 from deploys.common.sent import sent
 from kvhost.drives.order import drive_order
@@ -88,7 +89,7 @@ def look(settings: Settings, env: str) -> dict[str, Any]:
         found = json.loads(text.strip().splitlines()[-1])
         return {"unit": found["unit"], "archive": found["archive"], "models": found["models"]}
     except (ValueError, LookupError, TypeError):
-        why = {"status": "unreadable", "why": text.strip()[-300:] or "no answer", "data": None}
+        why = {"status": "unreadable", "why": end_of(text, 300) or "no answer", "data": None}
         return {"unit": why, "archive": why if place else None, "models": None}
 
 

@@ -6,6 +6,7 @@ what follows from it. No secret that this process knows of is in it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyinfra import logger
 
 from kvhost.basics import printable
-from kvhost.commands.run_log import Mask, secrets_of_env
+from kvhost.commands import run_log
 
 if TYPE_CHECKING:  # a run connects before it loads what reads settings
     from kvhost.secrets import Secret
@@ -25,12 +26,11 @@ _NAMED = re.compile(r"(?!(?:hint|info|note|warning):)[a-z_-]+: \S")
 
 _told: dict[str, str] = {}
 _heard: dict[str, str] = {}
-_secrets: set[str] = set()
 
 
 def hide(secrets: Iterable[Secret | None]) -> None:
-    """From now on none of these is in a reason."""
-    _secrets.update(one.get_secret_value() for one in secrets if one is not None)
+    """From now on none of these is in a reason, nor in the journal."""
+    run_log.hide(one.get_secret_value() for one in secrets if one is not None)
 
 
 def failed(host: Any, message: str) -> bool:
@@ -73,6 +73,11 @@ def last_words(lines: Iterable[str]) -> str:
     return " ".join(said[named[-1] :] if named else said[-1:])
 
 
+def end_of(text: str, most: int = 600) -> str:
+    """The last characters of what a program said; masked first, for half a secret is not known."""
+    return run_log.of_process(os.environ)(text.strip())[-most:]
+
+
 def forget(host: str) -> None:
     """Another operation begins."""
     _told.pop(host, None)
@@ -84,5 +89,5 @@ def reason(host: str, env: Mapping[str, str]) -> str | None:
     text = _told.get(host) or _heard.get(host)
     if not text:
         return None
-    line = " ".join(Mask([*_secrets, *secrets_of_env(env)])(text).split())
+    line = " ".join(run_log.of_process(env)(text).split())
     return printable(line if len(line) <= LENGTH else f"{line[: LENGTH - 1]}…")

@@ -15,7 +15,7 @@ from pyinfra.api.exceptions import DeployError
 from typing_extensions import override
 
 from deploys.common.context import Visit
-from deploys.common.reasons import hide
+from deploys.common.reasons import end_of, hide
 from deploys.common.sent import ONHOST, sent
 from kvhost.records.drift import Drift
 from kvhost.report import ReportError
@@ -62,9 +62,9 @@ def answer(argv: tuple[str, ...]) -> dict[str, Any]:
     try:
         loaded = json.loads(said.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        raise ReportError(f"the look at the store gave no answer: {said[-600:]}") from None
+        raise ReportError(f"the look at the store gave no answer: {end_of(said)}") from None
     if not isinstance(loaded, dict):
-        raise ReportError(f"the look at the store gave no answer: {said[-600:]}")
+        raise ReportError(f"the look at the store gave no answer: {end_of(said)}")
     return loaded
 
 

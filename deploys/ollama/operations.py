@@ -35,7 +35,7 @@ from deploys.common.operations import (
     write_files,
 )
 from deploys.common.ready import ready_commands
-from deploys.common.reasons import failed
+from deploys.common.reasons import end_of, failed
 from deploys.common.rendered import own_scripts
 from deploys.common.send import Sent, send
 from kvhost.ollama.dropin import UNIT, dropin_text, variables
@@ -338,7 +338,8 @@ def look_and_judge(state: Any, host: Any, run: Run, held: dict[str, Any], digest
     try:
         facts = parse_facts(output.stdout.strip().splitlines()[-1] if ok else "")
     except (ValueError, IndexError) as error:
-        return failed(host, f"what Ollama said could not be read: {error}; {output.stderr[-300:]}")
+        said = end_of(output.stderr, 300)
+        return failed(host, f"what Ollama said could not be read: {error}; {said}")
     evidence = OllamaEvidence(
         started_unix=begun,
         finished_unix=time.time(),

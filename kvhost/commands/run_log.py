@@ -1,10 +1,12 @@
 """The log of each run of pyinfra: logs/TIME-COMMAND.log of the working copy, 0600, the newest kept.
 
-Secrets are masked although none should come this way: by their known values and by their shapes.
+Secrets are masked although none should come this way: by their known values, however they are
+written, and by their shapes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvhost.basics import API_KEY_VARIABLE, HF_TOKEN_VARIABLE, SHARED_PASSWORD_VARIABLE
+from kvhost.onhost.masking import SECRET_TEXT
 
 #: logs of more runs than this are removed, the oldest first
 KEPT = 50
@@ -21,23 +24,66 @@ _MASK = "********"
 _SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w+|AKIA[0-9A-Z]{12,}|eyJ[A-Za-z0-9_-]{8,}\.[\w.-]*)"
-    r"|(?<=[Bb]earer )\S+|(?<=PYINFRA_SUDO_PASSWORD=)('[^']*'|\S+)"
-    r"|(?<=://)[^\s/@:]*:[^\s@]+(?=@)"
+    r"|(?<=PYINFRA_SUDO_PASSWORD=)('[^']*'|\S+)"
 )
 _SHORTEST = 4  # a shorter "secret" would mask half of the log
+_SHORTEST_LINE = 8  # of a secret of several, which a log has one by one
+_BLANK = r"(?:\s|\\[nrt]|%0[9AaDd]|%20|\+)+"
+_hidden: set[str] = set()
 
 
 class Mask:
     """Takes secrets out of lines."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
-        known = sorted({v for v in values if len(v) >= _SHORTEST}, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+        known = {value.strip() for value in values}
+        lines = {line.strip() for value in known for line in value.splitlines()}
+        known |= {line for line in lines if len(line) >= _SHORTEST_LINE}
+        longest_first = sorted((v for v in known if len(v) >= _SHORTEST), key=len, reverse=True)
+        self._known = re.compile("|".join(map(_written, longest_first))) if longest_first else None
 
     def __call__(self, line: str) -> str:
         if self._known:
             line = self._known.sub(_MASK, line)
-        return _SHAPES.sub(_MASK, line)
+        line = _SHAPES.sub(_MASK, line)
+        for pattern, keep in SECRET_TEXT:
+            line = pattern.sub(keep + _MASK, line)
+        return line
+
+
+def _written(secret: str) -> str:
+    """A pattern of it as it is, in a URL, in JSON, in a shell's quotes, its lines joined."""
+    parts = re.split(r"(\s+)", secret)
+    return "".join(_BLANK if part.isspace() else "".join(map(_char, part)) for part in parts)
+
+
+def _char(one: str) -> str:
+    if one.isascii() and one.isalnum():
+        return one
+    percent = "".join(f"%{byte:02X}" for byte in one.encode(errors="replace"))
+    escaped = json.dumps(one)[1:-1]
+    code = f"\\u{ord(one):04x}"
+    ways = {
+        percent,
+        percent.lower(),
+        escaped,
+        code,
+        code.upper().replace("U", "u"),
+        "\\" + one,
+        one,
+    }
+    ways |= {"'\"'\"'", "'\\''"} if one == "'" else set()
+    return f"(?:{'|'.join(re.escape(way) for way in sorted(ways, key=len, reverse=True))})"
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """From now on this process knows these, for what it keeps (see `of_process`)."""
+    _hidden.update(secrets)
+
+
+def of_process(env: Mapping[str, str]) -> Mask:
+    """A mask of all secrets that this process knows of."""
+    return Mask([*_hidden, *secrets_of_env(env)])
 
 
 def secrets_of_env(env: Mapping[str, str]) -> list[str]:

@@ -19,6 +19,10 @@ PLAIN = {
 }
 #: more than any model has: what says more is damaged, and a list of as many would be made
 MOST_LAYERS = 10_000
+_COUNTS = (
+    "block_count", "attention.head_count", "embedding_length", "context_length",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+)  # fmt: skip
 
 
 def need_of_heads(
@@ -42,11 +46,24 @@ def llama_need(told: Mapping[str, Any], settings: Settings) -> ModelNeed | None:
     return ModelNeed(int(told["weights_bytes"]), found.kv_bytes_per_token, context, heads)
 
 
-def too_many_layers(told: Mapping[str, Any]) -> int | None:
-    """How many layers the file says it has, where that is no number of layers of a model."""
+def odd_count(told: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A count in the header that no model has: what is expected, and what it says; None if there is
+    none. 0 says nothing (a layer without attention), and a long list is told by its length alone.
+    """
     keys = told.get("keys", {})
-    layers = keys.get(f"{keys.get('general.architecture')}.block_count")
-    return layers if isinstance(layers, int) and layers > MOST_LAYERS else None
+    kind = keys.get("general.architecture")
+    for name in _COUNTS:
+        found = keys.get(f"{kind}.{name}", 0)
+        each = found if isinstance(found, list) else [] if isinstance(found, dict) else [found]
+        if not all(type(one) is int and one >= 0 for one in each):
+            return f"{name} of 1 or more", f"{name} = {found!r:.60}"
+    layers, heads, width = (keys.get(f"{kind}.{name}") for name in _COUNTS[:3])
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        return f"block_count of at most {MOST_LAYERS} layers", f"block_count = {layers}"
+    if isinstance(heads, int) and isinstance(width, int) and heads > width > 0:
+        expected = f"attention.head_count of at most embedding_length = {width}"
+        return expected, f"attention.head_count = {heads}"
+    return None
 
 
 def architecture(told: Mapping[str, Any]) -> str:
@@ -91,19 +108,26 @@ def _shape(keys: Mapping[str, Any]) -> tuple[int, list[int], int, int, int] | No
     layers, heads, width = of("block_count"), of("attention.head_count"), of("embedding_length")
     context, kv_heads = of("context_length"), of("attention.head_count_kv")
     other = [key for key in keys if ".ssm." in key or ".kv_lora_rank" in key or ".wkv." in key]
-    if other or not all(isinstance(one, int) and one > 0 for one in (layers, context, width)):
+    if other or not all(map(_positive, (layers, context, width))) or layers > MOST_LAYERS:
         return None
-    if layers > MOST_LAYERS:
-        return None
-    if isinstance(heads, list) and all(isinstance(one, int) for one in heads):
+    if isinstance(heads, list) and all(type(one) is int and one >= 0 for one in heads):
         heads = max(heads, default=0)
-    if not isinstance(heads, int) or heads <= 0:
+    if not _positive(heads):
         return None
     rows = kv_heads if isinstance(kv_heads, list) else [kv_heads or heads] * layers
-    if len(rows) != layers or not all(isinstance(row, int) for row in rows):
+    # a layer without attention has none
+    if (
+        len(rows) != layers
+        or not all(type(row) is int and row >= 0 for row in rows)
+        or not any(rows)
+    ):
         return None
     key_length = of("attention.key_length") or width // heads
     value_length = of("attention.value_length") or key_length
-    if not isinstance(key_length, int) or not isinstance(value_length, int):
+    if not _positive(key_length) or not _positive(value_length):
         return None
     return heads, rows, key_length, value_length, context
+
+
+def _positive(found: Any) -> bool:
+    return type(found) is int and found > 0

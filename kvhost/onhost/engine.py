@@ -121,6 +121,12 @@ def with_parent(argv: list[str], user: str | None = None) -> list[str]:
     return ["setpriv", *ids, "--pdeathsig", "KILL", *argv]
 
 
+def _said(done: bounded.Said) -> str:
+    """How it ended, and the last of what it printed."""
+    lines = "\n".join(filter(None, (tail(done.err), tail(done.out, 3))))
+    return f" (exit {done.code}):\n{lines[-2000:] or 'it printed nothing'}"
+
+
 class Build:
     """One installation. Every method raises Failed or OSError."""
 
@@ -274,13 +280,14 @@ class Build:
             checks: list[dict[str, str]] = result["checks"]
             for check in checks:
                 say(f"  {check['state']:<14} {check['name']:<22} {check['detail']}")
-            ok = result["ok"] is True
-        except (ValueError, LookupError, TypeError):
-            why = tail(done.err)
-            raise Failed(f"the ABI check gave no result (exit {done.code}):\n{why}") from None
-        if not ok:
             failed = [check["name"] for check in checks if check["state"] == "failed"]
+            ok = result["ok"] is True and done.code == 0 and bool(checks)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise Failed(f"the ABI check gave no result{_said(done)}") from None
+        if failed:
             raise Failed(f"the ABI check failed: {', '.join(failed)} (see above)")
+        if not ok:
+            raise Failed(f"the ABI check proves nothing{_said(done)}")
         return checks
 
     def proof(self, checks: list[dict[str, str]]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_settings(python: str) -> dict[str, str]:
     """Settings of pip on this host: {"index-url": "…", …}. Raises OSError, ValueError."""
     done = bounded.run([python, "-m", "pip", "config", "list"], LIMIT_S)
     if done.code != 0:
-        raise ValueError(f"{python} -m pip config list: {mask(done.err.strip()[-2000:])}")
+        raise ValueError(f"{python} -m pip config list: {mask(done.err.strip())[-2000:]}")
     return parse_settings(done.out)
 
 

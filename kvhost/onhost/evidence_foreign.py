@@ -280,9 +280,9 @@ class Collector:
             with tempfile.TemporaryFile() as output:  # a pipe would wait for what inherits it
                 code = bounded.run_into(output, self.config["restart"], self.limits["restart_s"])
                 outcome["exit_code"] = code
-                said = bounded.last_of(output)[-300:]
+                said = bounded.last_of(output)
             if code:
-                raise ValueError(f"exit {code}: " + probe.scrub(said, self.key))
+                raise ValueError(f"exit {code}: " + probe.scrub(said, self.key, last=True))
             self.wait_ready(old, started)
             outcome["ready_s"] = round(time.monotonic() - started, 2)
         finally:

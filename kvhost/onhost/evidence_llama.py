@@ -263,7 +263,7 @@ class Test:
             timeout=self.limits["restart_s"],
         )  # fmt: skip
         if done.returncode:
-            raise ValueError(done.stderr.decode(errors="replace").strip()[-300:])
+            raise ValueError(probe.scrub(done.stderr.decode(errors="replace"), self.key, last=True))
         return dict(json.loads(done.stdout))
 
     def set_aside(self) -> str:
@@ -318,8 +318,8 @@ class Test:
             timeout=self.limits["restart_s"], check=False, start_new_session=True,
         )  # fmt: skip
         if done.returncode:
-            said = done.stdout.decode(errors="replace").strip()[-300:]
-            raise ValueError(f"exit {done.returncode}: {probe.scrub(said, self.key)}")
+            said = probe.scrub(done.stdout.decode(errors="replace"), self.key, last=True)
+            raise ValueError(f"exit {done.returncode}: {said}")
         return done.returncode
 
     def happen(self) -> Json:

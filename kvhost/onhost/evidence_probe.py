@@ -73,12 +73,14 @@ def tier_counters(text: str, chunk_size: int) -> Json:
     return {**page, "hit_tokens": l1 + l2, "hit_l1_tokens": l1, "hit_l2_tokens": l2}
 
 
-def scrub(text: str, secret: str | None = None, limit: int = 300) -> str:
-    """One line for the evidence: no colours, key or list of token ids, cut at ``limit``."""
+def scrub(text: str, secret: str | None = None, limit: int = 300, *, last: bool = False) -> str:
+    """One line for the evidence: no colours, key or list of token ids, then cut at ``limit``, of
+    which with ``last`` the end is kept. Give the whole text: half a key is not known again."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
     if secret:
         text = text.replace(secret, "***")
-    return re.sub(r"(?:\d+\s*,\s*){3,}\d*", "(ids) ", text)[:limit]
+    text = re.sub(r"(?:\d+\s*,\s*){3,}\d*", "(ids) ", text)
+    return text[-limit:] if last else text[:limit]
 
 
 def parse_metrics(text: str, wanted: Json) -> Json:

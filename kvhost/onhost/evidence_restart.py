@@ -49,8 +49,9 @@ class Services(Collector):
             outcome["exit_code"] = done.returncode
             if done.returncode:
                 output.seek(0)
-                text = output.read().decode(errors="replace")[-300:]
-                raise ValueError(f"exit {done.returncode}: " + probe.scrub(text, self.key))
+                text = output.read().decode(errors="replace")
+                said = probe.scrub(text, self.key, last=True)
+                raise ValueError(f"exit {done.returncode}: {said}")
 
     def wait_ready(self, name: str) -> Json:
         """Until the service answers on its port. Raises ValueError with its last log lines."""

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import re
 
-_SECRET = r"(?:api[-_]?key|key|token|secret|password|passwd|credentials?|auth)"
+_SECRET = r"(?:api[-_]?key|key|token|secret|password|passwd|passphrase|credentials?|auth)"
 SECRET_NAME = re.compile(rf"(?i)(?:^|[-_.]){_SECRET}$")
+_QUOTED = r"""\\?"[^"\n]*"|\\?'[^'\n]*'"""
+#: what a secret looks like, and what is kept of it; kvhost/commands/run_log.py masks by these too
 SECRET_TEXT = (
     (
-        re.compile(rf"(?i)((?:^|[\s&?;,'\"{{_.-]){_SECRET}['\"]?\s*[=:]\s*['\"]?)[^\s'\"&,}}]+"),
+        re.compile(
+            rf"(?i)((?:^|[\s&?;,'\"{{_.-]){_SECRET}\\?['\"]?\s*[=:]\s*)"
+            rf"(?:{_QUOTED}|['\"]?[^\s'\"&,}}]+)"
+        ),
         r"\1",
     ),
-    (re.compile(rf"(?i)(--?(?:[\w-]*[-_])?{_SECRET}\s+)(?!-)\S+"), r"\1"),
-    (re.compile(r"(://)[^/@\s]+(?=@)"), r"\1"),
+    (
+        re.compile(
+            rf"(?i)((?<!-)--?(?:[\w-]{{0,60}}[-_])?{_SECRET}(?:\\?['\"]\s*,\s*|\s+))"
+            rf"(?!-)(?:{_QUOTED}|\S+)"
+        ),
+        r"\1",
+    ),
+    # to the last @: a password may hold one, and after a ":" also a "/" where that is no port's
+    (
+        re.compile(r"(://)(?:[^\s/@:\"']*:(?!\d{1,5}/)[^\s\"']{0,500}|[^\s/\"']{1,500})(?=@)"),
+        r"\1",
+    ),
     (re.compile(r"(?i)(\bbearer\s+)\S+"), r"\1"),
     (re.compile(r"\b(hf_|sk-)[A-Za-z0-9_-]{8,}"), r"\1"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvhost.llama.need import MOST_LAYERS, too_many_layers
+from kvhost.llama.need import odd_count
 from kvhost.plan.types import PlanInputs, Refusal, Stage, unreadable
 from kvhost.report import HostReport
 from kvhost.settings import Settings
@@ -67,13 +67,12 @@ def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             str(model.data.config.why),
             "fetch it again, or set model_source to another",
         )
-    elif (layers := too_many_layers(model.data.config.data)) is not None:
+    elif (odd := odd_count(model.data.config.data)) is not None:
         yield Refusal(
             "model",
             "no_model",
             "the header of the file that model_source names is damaged",
-            f"block_count of at most {MOST_LAYERS} layers",
-            f"block_count = {layers}",
+            *odd,
             "fetch it again, or set model_source to another",
         )
     elif model.data.blocked_by or model.data.closed:

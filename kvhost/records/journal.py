@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvhost.commands.run_log import of_process
 from kvhost.schema.problems import holds_a_secret, names_a_secret
 from kvhost.working_copy import root
 
@@ -48,7 +49,8 @@ def runs_dir() -> Path:
 
 
 def tell(event: str, path: str | None = None, **data: Any) -> None:
-    """Appends one event; nothing happens when no journal is kept.
+    """Appends one event; nothing happens when no journal is kept. No secret that this process knows
+    of, or that looks like one, is in its reason, ``why``.
 
     One that cannot be written is said on stderr and stops nothing: what is done to the hosts goes
     on, and a host whose end is not in the journal does not count as done.
@@ -56,6 +58,8 @@ def tell(event: str, path: str | None = None, **data: Any) -> None:
     name = path or os.environ.get(VARIABLE)
     try:
         if name:
+            if isinstance(data.get("why"), str):
+                data["why"] = of_process(os.environ)(data["why"])
             _append(name, event, data)
     except OSError as error:
         with suppress(OSError):

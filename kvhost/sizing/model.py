@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvhost.llama.need import MOST_LAYERS, PLAIN, config_of, too_many_layers
+from kvhost.llama.need import PLAIN, config_of, odd_count
 from kvhost.onhost import gguf
 from kvhost.sizing.kv_bytes import SizeError
 
@@ -72,8 +72,8 @@ def _gguf(model: str, path: Path) -> ModelFiles:
         told = gguf.read(str(path))
     except gguf.NotGguf as error:
         raise SizeError(f"{path}: {error}") from error
-    if (layers := too_many_layers(told)) is not None:
-        raise SizeError(f"{path} says {layers} layers, {MOST_LAYERS} are the most: it is damaged")
+    if (odd := odd_count(told)) is not None:
+        raise SizeError(f"{path} says {odd[1]}, and a model has {odd[0]}: it is damaged")
     config = config_of(told)
     if config is None:
         kind = told["keys"].get("general.architecture")
