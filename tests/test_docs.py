@@ -32,6 +32,7 @@ from kvhost.plan import memory as plan_memory
 from kvhost.plan import native as plan_native
 from kvhost.plan import pod as plan_pod
 from kvhost.plan import refusals as plan_refusals
+from kvhost.plan import stopped as plan_stopped
 from kvhost.plan import storage as plan_storage
 from kvhost.plan import types as plan_types
 from kvhost.plan import upgrade as plan_upgrade
@@ -120,6 +121,7 @@ def refusal_codes() -> Iterator[str]:
         plan_llama,
         plan_memory,
         services_store,
+        plan_stopped,
     ):
         for call in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
