@@ -176,6 +176,7 @@ def test_a_rebuilt_host_has_an_equal_receipt(fleet: Fleet) -> None:
     assert drift(fleet)[0] == 0
 
 
+@pytest.mark.full  # a process that is stopped is ended only by force, after a minute
 def test_a_runner_that_hangs_is_drift_and_is_started_anew(fleet: Fleet) -> None:
     """Its process is there, of the present configuration, and nothing ever answers."""
     before = json.loads((fleet.bases["a"] / "run/runner.json").read_text())["pid"]
