@@ -179,11 +179,16 @@ class Host:
         done = self.lab.run("timeout", "2", "/usr/bin/python3", "-c", script, self.address)
         return "SSH-" in done.stdout
 
+    def lets_in(self) -> bool:
+        shown = "test -e /run/nologin || echo open"
+        return self.alive() and "open" in self.root("sh", "-c", shown, ok=False)
+
     def wait(self, seconds: float = 60) -> None:
-        """Until sshd answers."""
+        """Until sshd answers, and lets users in: while it boots pam_nologin lets none."""
         self.alive()
         try:
             until(lambda: self.alive() and self.banner(), seconds, f"sshd of {self.name}")
+            until(self.lets_in, seconds, f"users may log in to {self.name}")
         except LabError as error:
             raise LabError(f"{error}\n{self.console[-2000:]}") from error
 
