@@ -117,7 +117,7 @@ def test_the_password_is_nowhere_that_others_can_read(two: TwoHosts) -> None:
     for host in two.hosts.values():
         looked_at = {
             "ps": host.root("ps", "axww", "-o", "args"),
-            "units": host.root("find", "/etc/systemd/system", "-type", "f", "-exec", "cat", "{}", "+"),
+            "units": host.root("sh", "-c", "find /etc/systemd/system -type f -exec cat {} +"),
             "shown": host.root("systemctl", "show", "kvhost-*", "redis-server@kvhost*"),
             "journal": host.root("journalctl", "--no-pager", "-o", "export"),
             "files": host.root("sh", "-c", f"cat {BASE}/log/* {BASE}/etc/* {BASE}/run/*.json "
