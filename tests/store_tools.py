@@ -269,3 +269,23 @@ def debian_packages(folder: Path) -> Path:
     (folder / "Packages").write_text("\n".join(rows))
     folder.chmod(0o755)
     return folder
+
+
+@contextmanager
+def says(words: bytes) -> Iterator[int]:
+    """The port of something that is no store: whatever it is asked, it says that and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def answer() -> None:
+            while True:
+                try:
+                    near, _ = door.accept()
+                except OSError:
+                    return
+                with near:
+                    near.recv(1000)
+                    near.sendall(words)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield door.getsockname()[1]
+        door.shutdown(socket.SHUT_RDWR)

@@ -25,6 +25,7 @@ from tests.store_tools import (
     key,
     load,
     redis,
+    says,
     shared_module,
     trickle,
 )
@@ -242,19 +243,8 @@ def test_a_test_of_the_hosts_own_tier_is_not_answered_from_elsewhere(
 
 
 def test_what_is_no_store_is_said(clients: list[Client]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-
-        def answer() -> None:
-            while True:
-                try:
-                    client, _ = door.accept()
-                except OSError:
-                    return
-                client.recv(100)
-                client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        threading.Thread(target=answer, daemon=True).start()
-        a = Client(door.getsockname()[1])
+    with says(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        a = Client(port)
         clients.append(a)
         assert "this is no answer of Redis" in (a.store.state()["why"] or "")
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.s3_tools import ACCESS, BUCKET, SwiftServer, s3
-from tests.store_tools import PASSWORD, Client, certificate, load, redis, trickle
+from tests.store_tools import PASSWORD, Client, certificate, load, redis, says, trickle
 
 pytestmark = pytest.mark.fleet
 OTHER = "ns-" + "b" * 24
@@ -360,24 +360,10 @@ def test_what_a_refusal_means(
 
 
 def test_what_is_no_store_is_said(clients: list[Client]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-
-        def answer() -> None:
-            while True:
-                try:
-                    near, _ = door.accept()
-                except OSError:
-                    return
-                near.recv(1000)
-                near.sendall(b"-ERR unknown command\r\n")
-                near.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        port = door.getsockname()[1]
+    with says(b"-ERR unknown command\r\n") as port:
         a = Client(load("kvhost_s3").Place("127.0.0.1", port, BUCKET, ACCESS, "us-east-1"))
         clients.append(a)
         assert "this is no answer of S3: '-ERR" in (a.store.state()["why"] or "")
-        door.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
