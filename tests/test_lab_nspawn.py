@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import nspawn, nspawn_image
+from tests.lab import cgroups, nspawn, nspawn_image
 from tests.lab.nspawn import Host, Lab
 from tests.lab.nspawn_image import LabError
 
@@ -65,6 +65,21 @@ def test_a_second_host_is_another_machine_in_the_same_network(lab: Lab, host: Ho
     assert not (other.tree / "root/only-here").exists()
     assert not (lab.image / "root/only-here").exists()
     assert "1 received" in host.root("python3", "-c", ping(other.address))
+
+
+def test_the_services_of_two_hosts_are_kept_apart(lab: Lab, host: Host) -> None:
+    """Two systemds in one control group stop and remove each other's services."""
+    other = next((one for one in lab.hosts if one is not host), None) or lab.host("two")
+    for one in (host, other):
+        one.root("systemd-run", "-q", "--unit", "same", "sleep", "infinity")
+    host.root("systemctl", "stop", "same")
+    assert other.root("systemctl", "is-active", "same").strip() == "active"
+    pid = other.root("systemctl", "show", "-P", "MainPID", "same").strip()
+    for top in cgroups.tops():
+        seen = (top / other.netns / "payload/system.slice/same.service/cgroup.procs").read_text()
+        # of another PID namespace: there is one, and its number here is not its number there
+        assert len(seen.split()) == 1 and pid not in seen.split()
+        assert not (top / host.netns / "payload/system.slice/same.service").exists()
 
 
 def ping(address: str) -> str:
@@ -145,6 +160,7 @@ def test_a_lab_whose_process_was_killed_is_removed_by_the_next(lab: Lab) -> None
     assert not left.exists()
     assert not list(Path("/run/netns").glob(f"{name}*"))
     assert name not in Path("/proc/mounts").read_text()
+    assert not [group for top in cgroups.tops() for group in top.glob(f"{name}*")]
     # the one that is in use was left alone
     assert lab.hosts[0].alive()
     assert lab.hosts[0].root("id", "-u").strip() == "0"

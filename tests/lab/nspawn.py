@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from tests.lab import cgroups
 from tests.lab.nspawn_image import LabError, image, lab_dir, sh, ssh_key
 
 USER = "deploy"
@@ -145,8 +146,10 @@ class Host:
     def boot(self, wait: bool = True) -> None:
         """Starts it; a reboot that it asks for itself is done until it is stopped."""
         die = ["setpriv", "--pdeathsig", "KILL"]  # no host outlives its lab
+        # a shell of its own enters the group, for nspawn wants it without another process
+        one = f"{cgroups.entering(self.netns)} && exec {shlex.join([*die, *self.argv()])}"
         loop = (
-            f"while :; do echo boot >> {self.folder}/boots; {shlex.join([*die, *self.argv()])}; "
+            f"while :; do echo boot >> {self.folder}/boots; sh -c {shlex.quote(one)}; "
             f"code=$?; [ $code -eq {REBOOT} ] || exit $code; done"
         )
         with (self.folder / "console.log").open("ab") as log:
@@ -190,7 +193,8 @@ class Host:
             until(lambda: self.alive() and self.banner(), seconds, f"sshd of {self.name}")
             until(self.lets_in, seconds, f"users may log in to {self.name}")
         except LabError as error:
-            raise LabError(f"{error}\n{self.console[-2000:]}") from error
+            failed = self.root("systemctl", "--failed", ok=False) if self.leader else ""
+            raise LabError(f"{error}\n{self.console[-2000:]}{failed}") from error
 
     def alive(self) -> bool:
         if self.process is None or self.process.poll() is not None:
@@ -290,8 +294,10 @@ def unmake(netns: str, tree: Path | None) -> None:
     if tree is not None and tree.exists() and os.path.ismount(tree):
         # a process of the host may be a moment behind its PID 1
         until(lambda: run(["umount", "-R", str(tree)], 60).returncode == 0, 20, f"umount {tree}")
-    if netns and Path("/run/netns", netns).exists():
-        sh("ip", "netns", "delete", netns)
+    if netns:
+        until(lambda: cgroups.remove(netns), 20, f"the control group {netns} is empty")
+        if Path("/run/netns", netns).exists():
+            sh("ip", "netns", "delete", netns)
 
 
 @dataclass
