@@ -20,6 +20,7 @@ from kvhost.records import receipts
 from kvhost.records.drift import File, Wanted, compare, pins_of
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
+from tests.report_tools import beside
 
 pytestmark = [
     pytest.mark.fleet,
@@ -255,6 +256,7 @@ def seen() -> dict[str, Any]:
         },
         "mounts": {},
         "collector": None,
+        "answers": {"runner": None},
     }  # fmt: skip
     return {name: {"status": "ok", "why": None, "data": part} for name, part in data.items()}
 
@@ -285,6 +287,7 @@ def test_each_part_alone() -> None:
         ("services.services.cache.alive", False, ("service", "cache")),
         ("services.services.cache.current", False, ("service", "cache")),
         ("services.supervisor_fresh", False, ("service", "systemd")),
+        ("answers.runner", "loading", ("service", "runner")),
     ]
     for way, value, row in cases:
         look = seen()
@@ -302,12 +305,35 @@ def test_each_part_alone() -> None:
     look["collector"]["data"] = "inactive, disabled"
     assert rows_of(look) == []  # none is wanted
     assert rows_of(look, wanted(collector="kvhost-metrics")) == [("service", "kvhost-metrics")]
+    look = seen()  # one reason is enough
+    look["answers"]["data"]["runner"] = "connection refused"
+    look["services"]["data"]["services"]["cache"]["alive"] = False
+    assert rows_of(look) == [("service", "cache")]
     other = {**wanted().kept, "files": {"/x": "1", "/y": "2"}}
     assert rows_of(seen(), held=other) == [("receipt", "files")]
     assert rows_of(seen(), held="none") == [("receipt", "on the host")]
 
 
-@pytest.mark.parametrize("part", ["files", "directories", "env", "services", "mounts", "collector"])
+@pytest.mark.parametrize(
+    ("printed", "missing"),
+    [
+        ('echo \'{"ready": true, "missing": null, "shared_away": null}\'', None),
+        ('echo \'{"ready": false, "missing": "no worker"}\'; exit 1', "no worker"),
+        ('echo \'{"ready": true, "version": "0.12", "why": null}\'', None),
+        ('echo \'{"ready": false, "version": null, "why": "refused"}\'; exit 1', "refused"),
+        ("echo 'no key' >&2; exit 1", "exit code 1: no key"),
+        ("echo '[]'; exit 3", "exit code 3: []"),
+        ("exit 2", "exit code 2: it printed nothing"),
+    ],
+)
+def test_what_the_runners_command_says(printed: str, missing: str | None) -> None:
+    asked = {"runner": ["sh", "-c", printed], "runner-1": ["/nonexistent"]}
+    answers = beside("drift_look").answers(asked)
+    assert answers.pop("runner-1").endswith("'/nonexistent'")
+    assert answers == {"runner": missing}
+
+
+@pytest.mark.parametrize("part", wanted().parts)
 def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
     look = seen()
     look[part] = {"status": "unreadable", "why": "no permission", "data": None}

@@ -1,18 +1,16 @@
-"""Compares a host with what settings, lock and receipt say. Two or three round trips, no change."""
+"""Compares a host with what settings, lock and receipt say. Two or three commands, no change."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from pyinfra import host
 
 from deploys.common.context import REPO, Run, Visit
-from deploys.common.facts import CommandJson, DriftText, DriveCheck
+from deploys.common.facts import DriftText, DriveCheck
 from deploys.common.ollama import prepare_ollama
 from deploys.common.ollama_texts import texts_of
 from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
@@ -105,22 +103,8 @@ def look() -> Found:
     wanted = wanted_of(run, kept)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
     found = compare(wanted, seen, own.receipt.data, drive_trouble(run))
-    if not any(row.part == "service" for row in found.rows):
-        found.rows += silent(run)
     found.rows += store
     return found
-
-
-def silent(run: Run) -> Iterator[Drift]:
-    """Runners whose process is there and that do not answer: hanging, or still loading a model."""
-    waits = ready_commands(run, "--once")
-    for runner, argv in zip(runners_of(run.settings), waits, strict=True):
-        answer = host.get_fact(CommandJson, argv=argv)
-        if answer["status"] != "ok":
-            with suppress(ValueError, KeyError, TypeError):
-                answer = {"why": json.loads(answer["why"])["missing"]}
-            why = f"it does not: {answer['why']}"
-            yield Drift("service", runner.service, "answers", why[:300])
 
 
 def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any]) -> Found:
@@ -154,7 +138,7 @@ def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any])
         tier_dir=paths.tier_dir,
         parts=("files", "directories")
         if is_adopted
-        else ("files", "directories", "env", "services"),
+        else ("files", "directories", "env", "services", "answers"),
     )
     ask = {**ask_of(run, wanted), "parts": wanted.parts}
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask)))
@@ -262,6 +246,12 @@ def ask_of(run: Run, wanted: Wanted) -> dict[str, Any]:
         "env": run.env_dir,
         "mounts": [run.paths.tier_dir],
         "collector": wanted.collector,
+        "answers": {
+            runner.service: argv
+            for runner, argv in zip(
+                runners_of(run.settings), ready_commands(run, "--once"), strict=True
+            )
+        },
     }
 
 

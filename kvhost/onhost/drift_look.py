@@ -2,10 +2,12 @@
 """Looks at what kvhost left on a host, for `kvhost drift`; changes nothing. Prints JSON.
 
 drift_look.py --ask JSON, run as root. JSON: {"base", "user", "files": [path], "directories":
-[path], "env", "mounts": [path], "collector": name or null}. The answer has a part each, {"status":
-ok|absent|unreadable, "why", "data"}: files and directories by path (null where nothing is), the
-engine's environment against its own marker and its packages, the services and what runs them, the
-mounts that the paths lie in, the state of what writes the figures for Prometheus.
+[path], "env", "mounts": [path], "collector": name or null, "answers": {service: command}}. The
+answer has a part each, {"status": ok|absent|unreadable, "why", "data"}: files and directories by
+path (null where nothing is), the engine's environment against its own marker and its packages, the
+services and what runs them, the mounts that the paths lie in, the state of what writes the figures
+for Prometheus, and for each service what is missing until it answers, as its command (ready.py or
+ollama_ready.py, --once) says, null where nothing is.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
 if TYPE_CHECKING:
-    from kvhost.onhost import services
+    from kvhost.onhost import bounded, services
     from kvhost.onhost.engine_whole import is_complete
     from kvhost.onhost.masking import mask_text
     from kvhost.onhost.report_parts import Absent, part
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvhost.onhost.services_supervisor import Supervisord
     from kvhost.onhost.services_systemd import Systemd, booted
 else:  # it lies beside this file, where there is no package kvhost
+    import bounded
     import services
     from engine_whole import is_complete
     from masking import mask_text
@@ -40,6 +43,8 @@ else:  # it lies beside this file, where there is no package kvhost
     from services_systemd import Systemd, booted
 
 Data = dict[str, Any]
+#: seconds; ready.py asks several things, and gives each its own time
+ASK_S = 60.0
 #: bytes; what kvhost renders is far smaller
 MOST_BYTES = 16 << 20
 
@@ -117,6 +122,25 @@ def collector(base: str, user: str, name: str | None) -> str | None:
     return "RUNNING" if good else ", ".join(value for value in rows.values() if value)
 
 
+def answers(asked: dict[str, list[str]]) -> Data:
+    """Service -> what is missing until it answers, None where it does."""
+    found: Data = {}
+    for service, argv in asked.items():
+        try:
+            said = bounded.run(argv, ASK_S)
+        except OSError as error:
+            found[service] = str(error)
+            continue
+        last = (said.out.strip() or said.err.strip() or "it printed nothing").splitlines()[-1]
+        try:
+            told = json.loads(last)
+            missing = told.get("missing") or told.get("why")  # of ready.py, of ollama_ready.py
+            found[service] = None if told["ready"] is True else mask_text(str(missing))[:300]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            found[service] = mask_text(f"exit code {said.code}: {last}")[:300]
+    return found
+
+
 def mounts(paths: list[str]) -> Data:
     """Path -> the mount that it lies in, proc_pid_mountinfo(5). The longest mount point counts."""
     rows = []
@@ -151,6 +175,7 @@ def main() -> int:
         "services": functools.partial(running, ask["base"], ask["user"]),
         "mounts": functools.partial(mounts, ask["mounts"]),
         "collector": functools.partial(collector, ask["base"], ask["user"], ask.get("collector")),
+        "answers": functools.partial(answers, ask.get("answers", {})),
     }
     found = {name: part(looks[name]) for name in ask.get("parts") or looks}
     print(json.dumps(found, separators=(",", ":")))

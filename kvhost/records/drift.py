@@ -52,7 +52,9 @@ class Wanted:
     #: paths whose mounts are compared with the kept receipt's
     tier_dir: str = ""
     #: what is compared; a runner that adopts somebody else's program has fewer
-    parts: tuple[str, ...] = (*("files", "directories", "env", "services", "mounts", "collector"),)
+    parts: tuple[str, ...] = (
+        *("files", "directories", "env", "services", "mounts", "collector", "answers"),
+    )
     #: what writes the figures for Prometheus, where it is wanted
     collector: str | None = None
 
@@ -150,6 +152,16 @@ def _collector(rows: list[Drift], wanted: Wanted, seen: Any) -> None:
         rows.append(Drift("service", wanted.collector, "RUNNING", str(seen)))
 
 
+def _answers(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
+    """Processes that are there and do not answer: hanging, or still loading a model."""
+    if not any(row.part == "service" for row in rows):  # else that is why
+        rows += [
+            Drift("service", service, "answers", f"it does not: {missing}")
+            for service, missing in seen.items()
+            if missing is not None
+        ]
+
+
 def _mounts(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
     before = wanted.kept.get("system", {}).get("tier")
     there = seen.get(wanted.tier_dir)
@@ -164,9 +176,10 @@ def _mount(row: Mapping[str, Any]) -> str:
     return f"{row.get('fs')} at {row.get('mount_point')}"
 
 
+#: in the order of Wanted.parts, which ends with the one that looks at the rows before it
 _COMPARERS = {
     "files": _files, "directories": _directories, "env": _env, "services": _services,
-    "mounts": _mounts, "collector": _collector,
+    "mounts": _mounts, "collector": _collector, "answers": _answers,
 }  # fmt: skip
 
 
