@@ -81,7 +81,7 @@ def answers(host: Host, port: int) -> bool:
     return host.in_network("curl", "-sf", f"http://127.0.0.1:{port}/health").returncode == 0
 
 
-def config() -> dict[str, object]:
+def config(ready_s: int = 60) -> dict[str, object]:
     api, cache = (f"http://127.0.0.1:{PORTS[name]}" for name in ("runner", "cache"))
     return {
         "api_base": api,
@@ -98,7 +98,7 @@ def config() -> dict[str, object]:
         "prompt_tokens": 2056,
         "chunk_size": 256,
         "vocab": [100, 4000],
-        "timeouts": {"stable_s": 0.1, "settle_s": 1, "ready_s": 60},
+        "timeouts": {"stable_s": 0.1, "settle_s": 1, "ready_s": ready_s},
     }
 
 
@@ -138,7 +138,7 @@ def test_kv_that_did_not_survive_the_reboot_fails(host: Host) -> None:
 
 
 def test_services_that_do_not_come_back_by_themselves_are_told(host: Host) -> None:
-    host.write(f"{STATE}/etc/config.json", json.dumps({**config(), "events": ["reboot"]}))
+    host.write(f"{STATE}/etc/config.json", json.dumps({**config(ready_s=15), "events": ["reboot"]}))
     assert collect(host) == 4
     host.root("systemctl", "disable", "runner")
     host.reboot()
