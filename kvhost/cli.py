@@ -134,11 +134,11 @@ def up(
         sys.exit(one(pyinfra_args))
     rolling = cli_up.Rolling(batch, canary, wait_s)
     if not as_json:
-        sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling))
+        sys.exit(cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling).code)
     with cli_up.stdout_kept() as stdout:
-        code = cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling)
-        stdout.write(cli_up.as_json(code) + "\n")
-    sys.exit(code)
+        ended = cli_up.up(pyinfra, one, inventory, pyinfra_args, rolling)
+        stdout.write(cli_up.as_json(ended) + "\n")
+    sys.exit(ended.code)
 
 
 @main.command(context_settings=PASS_ALL, epilog=MORE_ASKED)
@@ -173,7 +173,7 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     )
 
     def up_one(args: tuple[str, ...]) -> int:
-        return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling())
+        return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling()).code
 
     def one(args: tuple[str, ...]) -> int:
         return run_and_tell(inventory, "deploy.py", args)

@@ -12,7 +12,7 @@ import pytest
 from kvhost.commands import run_log
 from kvhost.commands import up as cli_up
 from kvhost.commands.asking import answer
-from kvhost.commands.up import Rolling, batches
+from kvhost.commands.up import Ended, Rolling, batches
 from kvhost.records import journal
 from kvhost.records.journal import Row, read_journal, tell
 
@@ -197,8 +197,11 @@ class Run:
             tell("done" if verdict == "PASS" else "error", host=name, name="verify", changed=2)
         return 1 if set(verdicts) & {"FAIL", "cut"} else 2 if "INCONCLUSIVE" in verdicts else 0
 
-    def up(self, *args: str, **rolling: str | int) -> int:
+    def ended(self, *args: str, **rolling: str | int) -> Ended:
         return cli_up.up(self.deploy_file, self.one, "i.py", args, Rolling(**rolling))  # type: ignore[arg-type]
+
+    def up(self, *args: str, **rolling: str | int) -> int:
+        return self.ended(*args, **rolling).code
 
 
 @pytest.fixture
@@ -278,6 +281,20 @@ def test_a_run_without_batches_is_one_run(runs: Path) -> None:
     run = Run()
     assert run.up() == 0
     assert (run.ran, run.asked) == ([HOSTS], [])
+
+
+def test_the_json_is_of_this_run_whatever_was_begun_meanwhile(runs: Path) -> None:
+    class Slow(Run):
+        def one(self, args: tuple[str, ...]) -> int:
+            code = super().one(args)
+            path = journal.begin(runs, ["kvhost", "up", "--limit", "b"])  # another terminal's
+            tell("hosts", str(path), names=["b"], unreachable=[])
+            return code
+
+    told = json.loads(cli_up.as_json(Slow(verdicts={"a": "FAIL"}).ended("--limit", "a")))
+    assert (told["exit"], [row["host"] for row in told["hosts"]]) == (1, ["a"])
+    assert told["retry"] == "kvhost up --inventory i.py --limit a"
+    assert journal.newest(runs) != Path(told["journal"])
 
 
 def test_the_next_run_says_where_the_last_stood(

@@ -138,11 +138,12 @@ def test_the_summary_and_its_json_say_why(
 ) -> None:
     monkeypatch.setenv("KVHOST_RUNS", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli_up.up(lambda *_: 0, fails, "i.py", (), cli_up.Rolling()) == 1
+    ended = cli_up.up(lambda *_: 0, fails, "i.py", (), cli_up.Rolling())
+    assert ended.code == 1
     told = capsys.readouterr().out
     assert "engine: \ufffd[31mno space is left" in told
     assert "it failed before its first step: the run's log says more" in told
-    rows = {row["host"]: row["why"] for row in json.loads(cli_up.as_json(1))["hosts"]}
+    rows = {row["host"]: row["why"] for row in json.loads(cli_up.as_json(ended))["hosts"]}
     assert rows == {
         "a": "engine: \x1b[31mno space is left",
         "b": "it failed before its first step: the run's log says more",

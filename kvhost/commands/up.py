@@ -47,6 +47,15 @@ class Rolling:
         return words + (["--wait", str(self.wait_s)] if self.wait_s else [])
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A run that ended: its exit code, its own journal, and what that says."""
+
+    code: int
+    journal: Path
+    told: Told
+
+
 def batches(names: Sequence[str], rolling: Rolling) -> list[list[str]]:
     """Hosts in the order of their turn. Raises ValueError if the canary is none of them.
 
@@ -70,8 +79,8 @@ def limits(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for name in names for word in ("--limit", name))
 
 
-def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: Rolling) -> int:
-    """Runs, shows what became of every host, and how to retry. The exit code is up's.
+def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: Rolling) -> Ended:
+    """Runs, shows what became of every host, and how to retry.
 
     ``run``: any deploy file; ``one``: the deploy over some hosts.
     """
@@ -94,8 +103,8 @@ def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: 
         left = [row.host for row in rows if not row.good]
         show(told, [*words, *rolling.words(left), *args])
     if any(row.result == "broken off" for row in rows):
-        return INTERRUPTED
-    return code
+        code = INTERRUPTED
+    return Ended(code, path, told)
 
 
 def _roll(
@@ -278,19 +287,16 @@ def stdout_kept() -> Iterator[TextIO]:
         os.close(kept)
 
 
-def as_json(code: int) -> str:
-    """The run that just ended: {"exit", "time", "journal", "hosts": [a row each], "retry"}."""
-    path = journal.newest(journal.runs_dir())
-    if path is None:
-        return json.dumps({"exit": code, "time": None, "journal": None, "hosts": [], "retry": None})
-    told = journal.read_journal(path)
-    rows = list(told.rows.values())
+def as_json(ended: Ended) -> str:
+    """{"exit", "time", "journal", "hosts": [a row each], "retry"}: of this run, whatever other runs
+    the same working copy has begun since."""
+    rows = list(ended.told.rows.values())
     return json.dumps(
         {
-            "exit": code,
-            "time": told.time,
-            "journal": str(path),
+            "exit": ended.code,
+            "time": ended.told.time,
+            "journal": str(ended.journal),
             "hosts": [{**asdict(row), "good": row.good} for row in rows],
-            "retry": journal.retry_command(told.command, rows),
+            "retry": journal.retry_command(ended.told.command, rows),
         }
     )
