@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +174,42 @@ def test_a_full_disk_takes_no_reports(tmp_path: Path) -> None:
             check_writable(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_in_batches_is_broken_off_while_it_plans(number: int, tmp_path: Path) -> None:
+    """Before any host is known: 130, and what is left is all of it."""
+    make(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # no sshd: it is waited for
+        port = silent.getsockname()[1]
+        data = f'{{"ssh_hostname": "127.0.0.1", "ssh_port": {port}}}'
+        (tmp_path / "inventory.py").write_text(f'hosts = [("a", {data})]\n')
+        words = ["up", "--json", *HERE, "--batch", "1", "--canary", "a"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvhost.cli", *words], cwd=tmp_path, text=True,
+            env={**os.environ, "PYTHONPATH": str(REPO)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            silent.settimeout(60)
+            with silent.accept()[0]:
+                process.send_signal(number)
+                out, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    told = json.loads(out)
+    assert (told["exit"], told["hosts"]) == (130, [])
+    assert told["retry"].endswith("up --inventory inventory.py --batch 1 --canary a")
+    assert f"\n  {told['retry']}\n" in said
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_that_comes_too_late_for_pyinfra_is_heard(tmp_path: Path) -> None:
+    """It ended well, and a command that would begin another run of it does not."""
+    deaf = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    deaf += "os.kill(os.getppid(), signal.SIGINT); import time; time.sleep(0.5)"
+    assert running.run([sys.executable, "-c", deaf], tmp_path, tmp_path, "x") == 130
 
 
 @pytest.mark.parametrize("seen", ["", "Loading inventory", "Preparing operation files"])

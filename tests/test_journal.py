@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -198,7 +200,10 @@ class Run:
         return 1 if set(verdicts) & {"FAIL", "cut"} else 2 if "INCONCLUSIVE" in verdicts else 0
 
     def ended(self, *args: str, **rolling: str | int) -> Ended:
-        return cli_up.up(self.deploy_file, self.one, "i.py", args, Rolling(**rolling))  # type: ignore[arg-type]
+        try:
+            return cli_up.up(self.deploy_file, self.one, "i.py", args, Rolling(**rolling))  # type: ignore[arg-type]
+        except KeyboardInterrupt:  # it would end pytest
+            pytest.fail("up() was left without a word")
 
     def up(self, *args: str, **rolling: str | int) -> int:
         return self.ended(*args, **rolling).code
@@ -281,6 +286,123 @@ def test_a_run_without_batches_is_one_run(runs: Path) -> None:
     run = Run()
     assert run.up() == 0
     assert (run.ran, run.asked) == ([HOSTS], [])
+
+
+def interrupted(number: int) -> None:
+    """As the process that the run is in hears it, between two runs of pyinfra."""
+    os.kill(os.getpid(), number)
+    time.sleep(0)  # Python's handlers run between two of its own instructions
+
+
+@pytest.mark.parametrize(
+    ("phase", "passed", "left"),
+    [
+        ("plan", "", "abcde"),
+        ("batch", "ab", "cde"),  # the second, before its first operation
+        ("gate", "ab", "cde"),
+        ("between", "ab", "cde"),
+    ],
+)
+def test_broken_off_in_any_phase_it_says_where_it_stood(
+    runs: Path, capsys: pytest.CaptureFixture[str], phase: str, passed: str, left: str
+) -> None:
+    """Nobody failed: what had passed stays so, and the rest is what the next run is for."""
+
+    class Cut(Run):
+        def deploy_file(self, inventory: str, deploy: str, args: tuple[str, ...]) -> int:
+            if phase == "plan":  # broken off before any host had its plan
+                tell("hosts", names=HOSTS, unreachable=[])
+                return cli_up.INTERRUPTED
+            if deploy == "deploys/health.py" and phase == "gate":
+                answer("a", {"why": "its services could not be asked for"})  # asked by what ended
+                return cli_up.INTERRUPTED
+            return super().deploy_file(inventory, deploy, args)
+
+        def one(self, args: tuple[str, ...]) -> int:
+            if phase == "batch" and self.ran:
+                self.ran.append(self.names(args))
+                tell("hosts", names=self.names(args), unreachable=[])
+                return cli_up.INTERRUPTED
+            if phase == "between" and self.ran:
+                raise KeyboardInterrupt
+            return super().one(args)
+
+    run = Cut()
+    ended = run.ended(batch=2)
+    assert ended.code == cli_up.INTERRUPTED
+    assert len(run.ran) == {"plan": 0, "batch": 2}.get(phase, 1)
+    assert results(runs) == {
+        **dict.fromkeys(passed, "changed"), **dict.fromkeys(left, "not started")
+    }  # fmt: skip
+    limits = " ".join(f"--limit {name}" for name in left)
+    retry = f"kvhost up --inventory i.py --batch 2 {limits}"
+    assert retry in capsys.readouterr().out
+    told = json.loads(cli_up.as_json(ended))
+    assert (told["exit"], told["retry"]) == (cli_up.INTERRUPTED, retry)
+    assert json.loads(ended.journal.read_text().splitlines()[-1]) == {"event": "end", "code": 130}
+    assert journal.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_wait_between_batches_is_broken_off(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda *_: heard.append(number))  # who ran the command
+    monkeypatch.setattr(cli_up, "pause", lambda _: interrupted(number))
+    try:
+        run = Run()
+        assert run.up(batch=4, wait_s=86_400) == cli_up.INTERRUPTED
+        assert (run.ran, heard) == ([["a", "b", "c", "d"]], [])
+        assert results(runs)["e"] == "not started"
+        interrupted(number)
+        assert heard == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_second_interrupt_does_not_take_the_end(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = cli_up.show
+
+    def again(told: journal.Told) -> None:
+        interrupted(signal.SIGINT)
+        show(told)
+
+    monkeypatch.setattr(cli_up, "pause", lambda _: interrupted(signal.SIGINT))
+    monkeypatch.setattr(cli_up, "show", again)
+    assert Run().up(batch=4, wait_s=9) == cli_up.INTERRUPTED
+    assert "--limit e" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("away", ["", "b"])
+def test_broken_off_before_its_hosts_are_known_all_of_it_is_left(
+    runs: Path, capsys: pytest.CaptureFixture[str], away: str
+) -> None:
+    """What is known then are at most hosts that were seen to be away."""
+
+    def deploy_file(*_: object) -> int:
+        if away:
+            tell("unreachable", host=away, why="no route")
+        return cli_up.INTERRUPTED
+
+    rolling = Rolling(batch=2, canary="c")
+    words = ("--limit", "b", "--limit", "c")
+    ended = cli_up.up(deploy_file, Run().one, "i.py", words, rolling)
+    assert (ended.code, list(ended.told.rows)) == (cli_up.INTERRUPTED, list(away))
+    retry = "kvhost up --inventory i.py --batch 2 --canary c --limit b --limit c"
+    assert retry in capsys.readouterr().out
+    assert json.loads(cli_up.as_json(ended))["retry"] == retry
+
+
+def test_a_canary_that_passed_is_no_canary_of_the_next_run() -> None:
+    words = ["kvhost", "up", "--canary", "a", "--batch", "2"]
+    again = journal.retry_command(words, [Row("a", "changed", persisted="PASS"), Row("b")])
+    assert again == "kvhost up --batch 2 --limit b"
+    assert journal.retry_command(words, [Row("a"), Row("b")]) == (
+        "kvhost up --canary a --batch 2 --limit a --limit b"
+    )
 
 
 def test_the_json_is_of_this_run_whatever_was_begun_meanwhile(runs: Path) -> None:

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -136,10 +136,15 @@ def run(
             # not masked: who asks for it on a pipe reads what pyinfra itself would print
             sink.write(line)
 
-    with closing(log), Interrupts() as heard, tempfile.TemporaryDirectory() as events_folder:
+    interrupts = Interrupts()
+    with (
+        closing(log),
+        heard_by(interrupts.heard),
+        tempfile.TemporaryDirectory() as events_folder,
+    ):
         events = Path(events_folder, "events")
         events.touch()
-        process = heard.start(argv, folder, _environment(folder, events))
+        process = interrupts.start(argv, folder, _environment(folder, events))
         try:
             mask = Mask(secrets())  # before the first line is read
         except BaseException:
@@ -155,7 +160,8 @@ def run(
         for reader in readers:
             reader.start()
         _wait(process, events, board, console)
-        code = 130 if heard.broken and process.returncode else process.returncode
+        # one that came too late for pyinfra is still one: the command begins nothing more
+        code = 130 if interrupts.broken else process.returncode
         for reader in readers:
             reader.join(10)
         if code == 130:
@@ -187,6 +193,20 @@ def _pass_on(source: IO[str], sink: Sink, show: Callable[[str, Sink], None]) -> 
         show(line, sink)
 
 
+@contextmanager
+def heard_by(handler: Callable[..., None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go there; only in the main thread, Python allows it in no other."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
 class Interrupts:
     """Ctrl-C and SIGTERM go to pyinfra as SIGINT, at which it gives its locks back and ends.
 
@@ -196,19 +216,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.broken = False
         self._process: subprocess.Popen[str] | None = None
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._heard)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _heard(self, *_: Any) -> None:
+    def heard(self, *_: Any) -> None:
         self.broken = True
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)  # a terminal sent it too; heard once

@@ -6,17 +6,18 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from time import sleep as pause
+from typing import Any, TextIO
 
 import click
 
 from kvhost.basics import counted, printable
 from kvhost.commands.run import program
+from kvhost.commands.running import heard_by
 from kvhost.records import journal
 from kvhost.records.journal import RESULTS, Row, Told
 
@@ -39,11 +40,11 @@ class Rolling:
     def asked(self) -> bool:
         return self.batch is not None or self.canary is not None
 
-    def words(self, names: Sequence[str]) -> list[str]:
-        """The options, for a run of these hosts alone."""
+    @property
+    def words(self) -> list[str]:
+        """The options, as they are typed."""
         words = ["--batch", str(self.batch)] if self.batch is not None else []
-        if self.canary is not None and (self.canary.isdecimal() or self.canary in names):
-            words += ["--canary", self.canary]
+        words += ["--canary", self.canary] if self.canary is not None else []
         return words + (["--wait", str(self.wait_s)] if self.wait_s else [])
 
 
@@ -86,31 +87,59 @@ def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: 
     """
     folder = journal.runs_dir()
     tell_of_the_last(folder)
-    words = [program(), "up", "--inventory", inventory]
+    words = [program(), "up", "--inventory", inventory, *rolling.words, *args]
     try:
-        path = journal.begin(folder, [*words, *rolling.words([]), *args])
+        path = journal.begin(folder, words)
     except OSError as error:
         raise click.ClickException(f"no journal can be written in {folder}: {error}") from error
-    os.environ[journal.VARIABLE] = str(path)
-    try:
-        code = _roll(run, one, inventory, args, rolling, path) if rolling.asked else one(args)
-    finally:
-        os.environ.pop(journal.VARIABLE, None)
+    goes_on = True
+
+    def stop(*_: Any) -> None:
+        """Between the runs of pyinfra, which hear it themselves. The end is told in any case."""
+        nonlocal goes_on
+        if goes_on:
+            goes_on = False
+            raise KeyboardInterrupt
+
+    with heard_by(stop):
+        try:
+            os.environ[journal.VARIABLE] = str(path)
+            code = _roll(run, one, inventory, args, rolling, path) if rolling.asked else one(args)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            click.echo("BROKEN OFF: nothing more is begun on any host.")
+        finally:
+            goes_on = False
+            os.environ.pop(journal.VARIABLE, None)
+        return _ended(code, path)
+
+
+def _ended(code: int, path: Path) -> Ended:
     told = journal.read_journal(path)
-    journal.tell("end", str(path), code=code)
     rows = list(told.rows.values())
-    if len(rows) > 1 or any(not row.good for row in rows):
-        left = [row.host for row in rows if not row.good]
-        show(told, [*words, *rolling.words(left), *args])
     if any(row.result == "broken off" for row in rows):
         code = INTERRUPTED
+    journal.tell("end", str(path), code=code)
+    if len(rows) > 1 or any(not row.good for row in rows) or (not rows and code == INTERRUPTED):
+        show(told)
     return Ended(code, path, told)
+
+
+def _heed(code: int) -> int:
+    """Raises KeyboardInterrupt where a run of pyinfra was broken off."""
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
 
 
 def _roll(
     run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: Rolling, path: Path
 ) -> int:
-    """One plan over all, then batch by batch; stops at the first that is not as it should be."""
+    """One plan over all, then batch by batch; stops at the first that is not as it should be.
+
+    Raises KeyboardInterrupt where it is broken off, and has told the journal nothing then of hosts
+    that did not fail.
+    """
     rest = tuple(journal.drop_limits(args))
     ready = _ready(run, inventory, args, path)
     if ready is None:
@@ -127,7 +156,7 @@ def _roll(
                    if row.host not in ready))  # fmt: skip
     for number, names in enumerate(parts, 1):
         click.echo(f"--> Batch {number} of {len(parts)}: {', '.join(names)}")
-        code = max(code, one((*rest, *limits(names))), key=_gravity)
+        code = max(code, _heed(one((*rest, *limits(names)))), key=_gravity)
         rows = journal.read_journal(path).rows
         bad = [rows[name] for name in names if name in rows and not rows[name].good]
         bad += [Row(name) for name in names if name not in rows]
@@ -147,24 +176,28 @@ def _gravity(code: int) -> int:
 def _ready(run: Runner, inventory: str, args: tuple[str, ...], path: Path) -> list[str] | None:
     """The hosts that can be reached and are not refused; the others are told to the journal.
 
-    None when nothing could be planned.
+    None when nothing could be planned. Raises KeyboardInterrupt.
     """
     with tempfile.TemporaryDirectory() as folder:
         planned = Path(folder, "plan.jsonl")
         os.environ[journal.VARIABLE] = str(planned)
         try:
-            run(inventory, "deploys/plan.py", ("-y", *args))
+            code = run(inventory, "deploys/plan.py", ("-y", *args))
         finally:
             os.environ[journal.VARIABLE] = str(path)
-        rows = journal.read_journal(planned).rows if planned.exists() else {}
-    if not rows:
+        told = journal.read_journal(planned) if planned.exists() else journal.Told()
+    rows = told.rows
+    if not rows and code != INTERRUPTED:
         click.echo("no host was asked: see above")
         return None
     away = [row.host for row in rows.values() if row.result == "unreachable"]
-    journal.tell("hosts", names=list(rows), unreachable=away)
+    if told.listed or code != INTERRUPTED:
+        journal.tell("hosts", names=list(rows), unreachable=away)
     for row in rows.values():
         if row.result == "unreachable" and row.why:
             journal.tell("unreachable", host=row.host, why=row.why)
+    _heed(code)  # what it broke off is no plan: nothing is said against these hosts
+    for row in rows.values():
         if row.result == "refused":
             journal.tell("refused", host=row.host, why=row.why)
         elif row.result not in (*journal.GOOD, "unreachable"):
@@ -194,17 +227,21 @@ def _unhealthy(
     wait_s: int,
     path: Path,
 ) -> list[Row]:
-    """The gate: of a batch that passed, the hosts that are not well any more."""
+    """The gate: of a batch that passed, the hosts that are not well any more.
+
+    Raises KeyboardInterrupt.
+    """
     if wait_s:
         click.echo(f"--> Waiting {wait_s} s before the next batch")
-        time.sleep(wait_s)
+        pause(wait_s)
     os.environ.pop(journal.VARIABLE, None)  # its operations are no steps of the run
     try:
         from kvhost.commands.care import ask
 
-        _, found = ask(run, inventory, "deploys/health.py", (*args, *limits(names)), {})
+        code, found = ask(run, inventory, "deploys/health.py", (*args, *limits(names)), {})
     finally:
         os.environ[journal.VARIABLE] = str(path)
+    _heed(code)  # what it broke off is no answer: they passed
     why = dict.fromkeys(names, "it gave no answer") | {row["host"]: row["why"] for row in found}
     for name, reason in why.items():
         if reason is not None:
@@ -244,12 +281,24 @@ def tell_of_the_last(folder: Path) -> None:
         )
         return
     click.echo(f"The last run from here, of {told.time}, did not end. It stood here:")
-    show(told, told.command)
+    show(told)
 
 
-def show(told: Told, command: Sequence[str]) -> None:
+def show(told: Told) -> None:
     """A row a host, the counts, and the command that runs again what is not done."""
     rows = list(told.rows.values())
+    if rows:
+        _table(rows)
+    again = journal.retry_of(told)
+    if again is not None:
+        stopped = all(row.result in ("broken off", "not started") for row in rows if not row.good)
+        when = "To go on" if stopped else "Once that is mended"
+        when = "When they may be disturbed" if journal.only_in_use(rows) else when
+        which = "for these hosts alone" if told.listed else "for all that were asked for"
+        click.echo(f"{when}, {which}:\n  {again}")
+
+
+def _table(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -264,10 +313,6 @@ def show(told: Told, command: Sequence[str]) -> None:
     Console().print(table)
     counts = [(sum(row.result == result for row in rows), result) for result in RESULTS]
     click.echo(", ".join(f"{count} {result}" for count, result in counts if count))
-    again = journal.retry_command(command, rows)
-    if again is not None:
-        when = "When they may be disturbed" if journal.only_in_use(rows) else "Once that is mended"
-        click.echo(f"{when}, for these hosts alone:\n  {again}")
 
 
 @contextmanager
@@ -297,6 +342,6 @@ def as_json(ended: Ended) -> str:
             "time": ended.told.time,
             "journal": str(ended.journal),
             "hosts": [{**asdict(row), "good": row.good} for row in rows],
-            "retry": journal.retry_command(ended.told.command, rows),
+            "retry": journal.retry_of(ended.told),
         }
     )

@@ -160,6 +160,8 @@ class Told:
     pid: int | None = None
     ticks: int | None = None
     ended: bool = False
+    #: all hosts are known; before that only those that were seen to be away
+    listed: bool = False
 
     @property
     def alive(self) -> bool:
@@ -193,6 +195,7 @@ def _take(told: Told, event: dict[str, Any]) -> None:
     elif kind == "end":
         told.ended = True
     elif kind == "hosts":
+        told.listed = True
         if all(row.result == "unreachable" for row in told.rows.values()):  # in the order of asking
             told.rows = {n: told.rows.get(n, Row(n)) for n in event["names"]} | told.rows
         for name in event["names"]:
@@ -252,6 +255,19 @@ def drop_limits(args: Sequence[str]) -> list[str]:
     return kept
 
 
+def drop_canary(command: Sequence[str], left: Iterable[str]) -> list[str]:
+    """Without the option --canary, if that is a host that is none of those left.
+
+    >>> drop_canary(["kvhost", "up", "--canary", "a"], ["b"])
+    ['kvhost', 'up']
+    """
+    words = list(command)
+    at = words.index("--canary") if "--canary" in words else None
+    if at is not None and not words[at + 1].isdecimal() and words[at + 1] not in left:
+        del words[at : at + 2]
+    return words
+
+
 def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
     """The command that runs again the hosts that are not as they should be; None if all are."""
     bad = [row for row in rows if not row.good]
@@ -259,9 +275,19 @@ def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
         return None
     more = ("--data", "disrupt=true") if only_in_use(bad) else ()
     limits = [word for row in bad for word in ("--limit", row.host)]
-    return shlex.join([*drop_limits(without_secrets(command)), *more, *limits])
+    again = drop_canary(drop_limits(without_secrets(command)), {row.host for row in bad})
+    return shlex.join([*again, *more, *limits])
+
+
+def retry_of(told: Told) -> str | None:
+    """The same of a whole journal: all of the command where it ended before its hosts were known,
+    for then the rows are at most those that were seen to be away."""
+    if not told.listed:
+        return shlex.join(without_secrets(told.command))
+    return retry_command(told.command, told.rows.values())
 
 
 def only_in_use(rows: Iterable[Row]) -> bool:
     """Whether all that is not as it should be is a test that would have disturbed somebody."""
-    return all(row.in_use for row in rows if not row.good)
+    bad = [row for row in rows if not row.good]
+    return bool(bad) and all(row.in_use for row in bad)
