@@ -164,7 +164,8 @@ def drift(inventory: str, as_json: bool, pyinfra_args: tuple[str, ...]) -> None:
 def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     """Provision a fresh machine in HOST's place.
 
-    Then its receipt is compared with what HOST was.
+    Then its receipt is compared with what HOST was: with the one of before the first rebuild, until
+    it is equal.
     Exit: 0 its receipt equals the one kept; 2 it differs, or wrong usage; 1, 2 or 130 as of up if
     that failed.
     """
@@ -173,7 +174,8 @@ def rebuild(inventory: str, host: str, pyinfra_args: tuple[str, ...]) -> None:
     )
 
     def up_one(args: tuple[str, ...]) -> int:
-        return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling()).code
+        typed = ("rebuild", "--inventory", inventory, host, *pyinfra_args)
+        return cli_up.up(pyinfra, one, inventory, args, cli_up.Rolling(), typed).code
 
     def one(args: tuple[str, ...]) -> int:
         return run_and_tell(inventory, "deploy.py", args)

@@ -342,28 +342,70 @@ def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
     assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
 
 
-@pytest.mark.parametrize(("code", "other", "expected"), [(0, {}, 0), (0, {"x": 1}, 2), (1, {}, 1)])
-def test_a_rebuild_compares_with_what_the_host_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, other: dict[str, int], expected: int
+class Rebuilds:
+    """`kvhost rebuild a`, and what its run leaves."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVHOST_RECEIPTS", str(folder))
+        self.folder, self.aside = folder, folder / "a.before"
+        self.before = receipts.keep(folder, "a", {"settings": "s"}, None).read_text()
+        self.ran: list[tuple[str, ...]] = []
+
+    def run(self, code: int, **other: int) -> int:
+        def up(args: tuple[str, ...]) -> int:
+            self.ran.append(args)
+            receipts.keep(self.folder, "a", {"settings": "s", **other}, None)
+            return code
+
+        return cli_drift.rebuild("a", up, ("-v",))
+
+
+@pytest.fixture
+def rebuilds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rebuilds:
+    return Rebuilds(tmp_path, monkeypatch)
+
+
+def test_a_rebuild_compares_with_what_the_host_was(rebuilds: Rebuilds) -> None:
+    assert rebuilds.run(0) == 0
+    assert rebuilds.ran == [("--limit", "a", "-v")]
+    assert not rebuilds.aside.exists()
+    assert cli_drift.rebuild("b", lambda _: 0, ()) == 1  # none is kept of it
+
+
+def test_what_a_host_was_stays_until_it_is_that_again(
+    rebuilds: Rebuilds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KVHOST_RECEIPTS", str(tmp_path))
-    path = receipts.keep(tmp_path, "a", {"settings": "s"}, None)
-    before = path.read_text()
-    ran: list[tuple[str, ...]] = []
+    """However often it is rebuilt, and whatever the runs between leave."""
+    assert rebuilds.run(1, x=1) == 1
+    assert f"compares with what it was ({rebuilds.aside})" in capsys.readouterr().out
+    receipts.keep(rebuilds.folder, "a", {"settings": "s", "x": 1}, None)  # kvhost up
+    for _ in range(2):
+        assert rebuilds.run(0, x=1) == 2
+        assert rebuilds.aside.read_text() == rebuilds.before
+    told = capsys.readouterr().out
+    assert "a rebuild before this one is not over" in told
+    assert f"To take the host as it is now:\n  rm {rebuilds.aside}" in told
+    assert rebuilds.run(0) == 0
+    assert not rebuilds.aside.exists()
 
-    def up(args: tuple[str, ...]) -> int:
-        ran.append(args)
-        receipts.keep(tmp_path, "a", {"settings": "s", **other}, None)
-        return code
 
-    assert cli_drift.rebuild("a", up, ("-v",)) == expected
-    assert ran == [("--limit", "a", "-v")]
-    aside = tmp_path / "a.before"
-    assert aside.exists() is (expected == 2)
-    if expected:  # what it was is not lost
-        assert (aside if expected == 2 else path).read_text() == before
-    assert cli_drift.rebuild("b", up, ()) == 1
-    assert len(ran) == 1
+def test_after_a_controller_was_killed_late_in_a_rebuild(rebuilds: Rebuilds) -> None:
+    receipts.set_aside(rebuilds.folder, "a")
+    kept = receipts.keep(rebuilds.folder, "a", {"settings": "s", "x": 1}, None)
+    assert rebuilds.run(0, x=1) == 2
+    assert rebuilds.aside.read_text() == rebuilds.before
+    rebuilds.aside.unlink()  # a person takes it as it is
+    assert rebuilds.run(0, x=1) == 0
+    assert kept.exists()
+
+
+def test_what_a_host_was_that_cannot_be_read_is_not_passed_over(
+    rebuilds: Rebuilds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rebuilds.aside.write_text("{")
+    assert rebuilds.run(0) == 1
+    assert (rebuilds.ran, rebuilds.aside.read_text()) == ([], "{")
+    assert f"rm {rebuilds.aside}" in capsys.readouterr().out
 
 
 def test_a_rebuild_with_wrong_arguments_leaves_the_receipt(
@@ -379,6 +421,10 @@ def test_a_rebuild_with_wrong_arguments_leaves_the_receipt(
     with pytest.raises(click.exceptions.Exit):
         cli_drift.rebuild("gpu-1", up, ())
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    receipts.set_aside(tmp_path, "gpu-1")  # of a rebuild before this one
+    with pytest.raises(click.exceptions.Exit):
+        cli_drift.rebuild("gpu-1", up, ())
+    assert (tmp_path / "gpu-1.before").exists()
     assert path.read_text() == before
     assert cli_drift.rebuild("gpu1", up, ()) == 1
     assert "Did you mean gpu-1?" in capsys.readouterr().out

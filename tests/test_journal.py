@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvhost import cli
 from kvhost.commands import run_log
 from kvhost.commands import up as cli_up
 from kvhost.commands.asking import answer
 from kvhost.commands.up import Ended, Rolling, batches
-from kvhost.records import journal
+from kvhost.records import journal, receipts
 from kvhost.records.journal import Row, read_journal, tell
 
 HOSTS = ["a", "b", "c", "d", "e"]
@@ -403,6 +405,25 @@ def test_a_canary_that_passed_is_no_canary_of_the_next_run() -> None:
     assert journal.retry_command(words, [Row("a"), Row("b")]) == (
         "kvhost up --canary a --batch 2 --limit a --limit b"
     )
+
+
+def test_a_rebuild_is_gone_on_with_by_rebuild(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up` would leave another receipt, and compare it with nothing."""
+    monkeypatch.setattr(
+        cli, "run_and_tell", lambda *words: Run(verdicts={"a": "FAIL"}).one(words[2])
+    )
+    monkeypatch.setenv("KVHOST_RECEIPTS", str(runs))
+    receipts.keep(runs, "a", {}, None)
+    words = ["rebuild", "--inventory", "i.py", "a", "--data", "chunk_size=64"]
+    result = CliRunner().invoke(cli.main, words)
+    assert result.exit_code == 1
+    assert f"\n  kvhost {' '.join(words)}\n" in result.output
+    path = journal.newest(runs)
+    assert path is not None
+    path.write_text(path.read_text().splitlines()[0] + "\n")  # killed before its hosts were known
+    assert journal.retry_of(read_journal(path)) == f"kvhost {' '.join(words)}"
 
 
 def test_the_json_is_of_this_run_whatever_was_begun_meanwhile(runs: Path) -> None:

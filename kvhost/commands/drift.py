@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -82,36 +85,35 @@ def at_slashes(text: str, width: int) -> str:
 
 
 def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ...]) -> int:
-    """Provisions a host and compares its receipt with the one kept of it.
+    """Provisions a host and compares its receipt with the one kept of it: of before the first
+    rebuild, where one before this came to no end or to another host.
 
     Exit code: 0 equal; 2 it is up, but not what it was; else that of `up`.
     """
     folder = receipts.receipts_dir()
-    try:
-        before = receipts.load(folder, host)
-    except receipts.NoReceipt as why:
-        meant = nearest(host, [path.stem for path in folder.glob("*.json")])
-        hint = f" Did you mean {printable(meant)}?" if meant and meant != host else ""
-        click.echo(
-            f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.{hint}"
-        )
+    aside = receipts.aside_of(folder, host)
+    give_up = f"rm {shlex.quote(str(aside))}"
+    before = _before(folder, host, give_up)
+    if before is None:
         return ERROR
+    again = os.path.lexists(aside)
     try:
-        aside = receipts.set_aside(folder, host)
+        if not again:
+            receipts.set_aside(folder, host)
     except OSError as error:
         click.echo(f"the receipt cannot be set aside, and nothing was done: {error}")
         return ERROR
     try:
         code = up(("--limit", host, *args))
-    except click.exceptions.Exit:  # the arguments are wrong, nothing was done
-        aside.unlink()  # the receipt itself is where it was
+    except (click.exceptions.Exit, click.ClickException):  # wrong arguments: nothing was done
+        if not again:
+            aside.unlink()  # the receipt itself is where it was
         raise
     if code:
-        try:
-            aside.replace(receipts.path_of(folder, host))  # what it is to become again
-        except OSError as error:
-            click.echo(f"the receipt of before is still {aside}: {error}")
-        click.echo(f"{printable(host)}: not rebuilt, see above; kvhost rebuild goes on from here")
+        click.echo(
+            f"{printable(host)}: not rebuilt, see above; kvhost rebuild goes on from here, and "
+            f"compares with what it was ({aside})"
+        )
         return code
     try:
         after = receipts.load(folder, host)
@@ -131,6 +133,34 @@ def rebuild(host: str, up: Callable[[tuple[str, ...]], int], args: tuple[str, ..
     Console().print(table)
     click.echo(
         f"{printable(host)}: rebuilt, but its receipt differs in "
-        f"{counted(len(differing), 'place')}; the one of before is kept as {aside}"
+        f"{counted(len(differing), 'place')}. What it was stays in {aside}, and is what the next "
+        f"kvhost rebuild compares with. To take the host as it is now:\n  {give_up}"
     )
     return DRIFT
+
+
+def _before(folder: Path, host: str, give_up: str) -> receipts.Kept | None:
+    """What the host was; None, with the reason told, if that is not known."""
+    if os.path.lexists(receipts.aside_of(folder, host)):
+        try:
+            before = receipts.load_aside(folder, host)
+        except receipts.NoReceipt as why:
+            click.echo(
+                f"{why}. It is what the host was before a rebuild that is not over: nothing was "
+                f"done. To compare with the receipt of the last run instead:\n  {give_up}"
+            )
+            return None
+        click.echo(
+            f"{printable(host)}: a rebuild before this one is not over; compared is with what the "
+            f"host was at {before.time}. To compare with the last run instead:\n  {give_up}"
+        )
+        return before
+    try:
+        return receipts.load(folder, host)
+    except receipts.NoReceipt as why:
+        meant = nearest(host, [path.stem for path in folder.glob("*.json")])
+        hint = f" Did you mean {printable(meant)}?" if meant and meant != host else ""
+        click.echo(
+            f"{why}: there is nothing to compare a rebuilt host with. kvhost up makes one.{hint}"
+        )
+        return None

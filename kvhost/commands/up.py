@@ -80,16 +80,24 @@ def limits(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for name in names for word in ("--limit", name))
 
 
-def up(run: Runner, one: Batch, inventory: str, args: tuple[str, ...], rolling: Rolling) -> Ended:
+def up(
+    run: Runner,
+    one: Batch,
+    inventory: str,
+    args: tuple[str, ...],
+    rolling: Rolling,
+    typed: Sequence[str] | None = None,
+) -> Ended:
     """Runs, shows what became of every host, and how to retry.
 
-    ``run``: any deploy file; ``one``: the deploy over some hosts.
+    ``run``: any deploy file; ``one``: the deploy over some hosts; ``typed``: the command, and what
+    is to be typed again, if that is not `up` with all this.
     """
     folder = journal.runs_dir()
     tell_of_the_last(folder)
-    words = [program(), "up", "--inventory", inventory, *rolling.words, *args]
+    words = typed or ["up", "--inventory", inventory, *rolling.words, *args]
     try:
-        path = journal.begin(folder, words)
+        path = journal.begin(folder, [program(), *words])
     except OSError as error:
         raise click.ClickException(f"no journal can be written in {folder}: {error}") from error
     goes_on = True

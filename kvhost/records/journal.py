@@ -275,6 +275,8 @@ def retry_command(command: Sequence[str], rows: Iterable[Row]) -> str | None:
         return None
     more = ("--data", "disrupt=true") if only_in_use(bad) else ()
     limits = [word for row in bad for word in ("--limit", row.host)]
+    if list(command[1:2]) == ["rebuild"]:
+        limits = []  # it names its host itself
     again = drop_canary(drop_limits(without_secrets(command)), {row.host for row in bad})
     return shlex.join([*again, *more, *limits])
 

@@ -84,18 +84,29 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
-def set_aside(folder: Path, host: str) -> Path:
-    """A second name for the kept receipt, HOST.before, which the next run leaves alone. OSError."""
-    path = path_of(folder, host)
-    aside = path.with_name(f"{host_folder(host)}.before")
-    aside.unlink(missing_ok=True)
-    aside.hardlink_to(path)  # keep() puts a new file in the place of the old
-    return aside
+def aside_of(folder: Path, host: str) -> Path:
+    """HOST.before: what a host was, from a rebuild on until one ends equal to it."""
+    return folder / f"{host_folder(host)}.before"
+
+
+def set_aside(folder: Path, host: str) -> None:
+    """A second name for the kept receipt, HOST.before, which runs leave alone. Raises OSError, also
+    where one is there: it is the only proof of what the host was."""
+    # keep() puts a new file in the place of the old
+    aside_of(folder, host).hardlink_to(path_of(folder, host))
 
 
 def load(folder: Path, host: str) -> Kept:
     """Raises NoReceipt."""
-    path = path_of(folder, host)
+    return _load(path_of(folder, host), host)
+
+
+def load_aside(folder: Path, host: str) -> Kept:
+    """What set_aside() kept. Raises NoReceipt."""
+    return _load(aside_of(folder, host), host)
+
+
+def _load(path: Path, host: str) -> Kept:
     try:
         data = json.loads(text_of(path))
     except FileNotFoundError:
