@@ -7,14 +7,19 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvhost.onhost import runlock
+from kvhost.records import last_asked
+from kvhost.records.holder import INITIAL, Controller, is_dead
+from kvhost.records.journal import start_ticks
 
 SCRIPT = Path(runlock.__file__)
+REPO = Path(__file__).parents[1]
 
 
 class Lock:
@@ -197,3 +202,106 @@ def test_what_cannot_be_used_is_not_taken_for_held_by_another(lock: Lock, tmp_pa
     for owner in ("{", "[]", "{}", '{"run_id": 1}'):
         argv = [sys.executable, str(SCRIPT), "take", "--file", str(lock.path), "--owner", owner]
         assert subprocess.run(argv, capture_output=True, check=False).returncode == 2
+
+
+# -- whether its run is dead, as its controller sees it ---------------------------------------
+
+HERE = Controller("m", "boot-2", INITIAL, "k", up_s=60)
+INSIDE = "pid:[4026532301]"
+#: of a run of HERE, which is at work
+OWN = {**HERE.owner(), "run_id": "a", "pid": 7, "pid_start_ticks": 70}
+BEFORE = {**OWN, "controller_boot_id": "boot-1"}
+OLD = {key: OWN[key] for key in ("controller_id", "pid", "pid_start_ticks")}
+
+
+@pytest.mark.parametrize(
+    ("change", "age_s", "expected"),
+    [
+        (OWN, 5, False),
+        ({"pid_start_ticks": 69}, 5, True),  # its PID is another process's by now
+        ({"pid": 8}, 5, True),
+        ({"pid": "7"}, 5, None),
+        ({"controller_id": "n", "pid": 8}, 5, None),
+        ({"controller_pid_namespace": INSIDE, "pid": 8}, 5, None),  # another container, or the host
+        # the controller booted since
+        (BEFORE, 61, True),
+        ({**BEFORE, "controller_id": "n"}, 61, None),
+        ({**BEFORE, "controller_key": "l"}, 61, None),  # a copy of the machine, or another user
+        ({**BEFORE, "controller_key": None}, 61, None),
+        (BEFORE, 59, None),  # alive since this boot: of another machine
+        ({**BEFORE, "controller_pid_namespace": INSIDE}, 61, None),
+        ({**BEFORE, "controller_pid_namespace": None}, 61, None),
+        ({"controller_boot_id": None}, 61, None),
+    ],
+)
+def test_a_run_is_dead_only_where_that_is_known(
+    change: dict[str, Any], age_s: float, expected: bool | None
+) -> None:
+    assert is_dead({**OWN, **change}, age_s, HERE, {7: 70}.get) is expected
+
+
+def test_what_booted_in_a_container_cannot_be_known() -> None:
+    """Its machine id may be its image's, and its cache a volume that others have too."""
+    here = replace(HERE, space=INSIDE)
+    lock = {**BEFORE, "controller_pid_namespace": INSIDE}
+    assert is_dead(lock, 1e6, here, lambda _: None) is None
+    assert is_dead({**OWN, **here.owner()}, 5, here, {7: 70}.get) is False  # within one it can
+    keyless = replace(HERE, key=None)
+    assert is_dead({**BEFORE, "controller_key": None}, 1e6, keyless, lambda _: None) is None
+
+
+@pytest.mark.parametrize(
+    ("space", "pid", "expected"),
+    [
+        (f"boot-2 {INITIAL}", 7, False),
+        (f"boot-2 {INITIAL}", 8, True),
+        (f"boot-1 {INITIAL}", 8, None),  # nothing tells it from a copy of this machine
+        (f"boot-2 {INSIDE}", 8, None),
+        ("boot-2", 8, None),
+        (None, 8, None),
+        ([], 8, None),
+    ],
+)
+def test_a_lock_of_an_older_kvhost(space: Any, pid: int, expected: bool | None) -> None:
+    lock = {**OLD, "pid": pid, "pid_space": space}
+    assert is_dead(lock, 1e6, HERE, {7: 70}.get) is expected
+
+
+def test_what_a_run_writes_is_what_the_next_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+import json
+from types import SimpleNamespace
+from deploys.common import runlock
+from kvhost.report import RunLock
+own = runlock.owner(SimpleNamespace(run_id="a"))
+print(json.dumps([own, runlock.is_dead(RunLock(content=own, age_s=5))]))
+"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, check=True, timeout=60)
+    own, dead = json.loads(done.stdout.splitlines()[-1])
+    assert dead is False
+    here = Controller(
+        own["controller_id"], runlock.boot_id(), str(Path("/proc/self/ns/pid").readlink()),
+        last_asked.key_id(), runlock.boottime(),
+    )  # fmt: skip
+    assert {key: own[key] for key in here.owner()} == here.owner()
+    assert is_dead(own, 5, here, start_ticks) is True
+    later = replace(here, boot="another", space=INITIAL, up_s=4)
+    assert is_dead({**own, "controller_pid_namespace": INITIAL}, 5, later, start_ticks) is True
+
+
+def test_a_cache_that_takes_no_key_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert last_asked.key_id() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
+    one = last_asked.key_id()
+    assert one is not None and one == last_asked.key_id()
+    assert one not in (tmp_path / "a/kvhost/asked.key").read_bytes().hex()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert last_asked.key_id() != one

@@ -139,7 +139,7 @@ def prepare_ollama(
         builtin_digest="",
         builtin_bytes=0,
         rendered={path: digest(text) for path, text in texts.items()},
-        lock_is_stale=is_dead(run_lock.content) if run_lock else None,
+        lock_is_stale=is_dead(run_lock) if run_lock else None,
     )
     more = OllamaInputs(
         look(settings, f"{settings.paths.envs}/{lock.digest[:16]}"),

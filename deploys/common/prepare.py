@@ -360,7 +360,7 @@ def plan_inputs(
         engine_config=fields or {},
         rendered=rendered(settings, lock, fields, with_key=with_key),
         with_key=with_key,
-        lock_is_stale=is_dead(run_lock.content) if run_lock else None,
+        lock_is_stale=is_dead(run_lock) if run_lock else None,
     )
 
 

@@ -1,8 +1,9 @@
 """One run at a time on a host: the lock is taken before a run changes anything.
 
 It is dropped when this process ends, however it ends short of a kill; a killed run's lock is
-taken over at once by the next run of the same controller (its process is seen to be dead), by
-another controller after 30 minutes without a sign of life, or with `break_lock`.
+taken over at once by the next run of the same controller (kvhost/records/holder.py: its process is
+seen to be dead, or the controller booted since), by another controller after 30 minutes without a
+sign of life, or with `break_lock`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import os
 import shlex
 import socket
+import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,11 @@ from deploys.common.context import Run, Visit
 from deploys.common.looks import Ask, Looks, NotLooked, expect
 from deploys.common.operations import Commands, connector_arguments, executing, not_locked
 from deploys.common.sent import ONHOST
+from kvhost.records import holder
+from kvhost.records.holder import Controller
+from kvhost.records.journal import start_ticks
+from kvhost.records.last_asked import key_id
+from kvhost.report import RunLock
 
 REFRESH_S = 300
 
@@ -38,28 +46,21 @@ def controller_id() -> str:
         return socket.gethostname()
 
 
-def start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat, None if there is no such process: PIDs are used again."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
+@cache
+def this_controller() -> Controller:
+    """As it was first asked: a lock that is free for the plan is so when it is taken."""
+    return Controller(
+        machine=controller_id(),
+        boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        space=str(Path("/proc/self/ns/pid").readlink()),
+        key=key_id(),
+        up_s=time.clock_gettime(time.CLOCK_BOOTTIME),
+    )
 
 
-def is_dead(lock: dict[str, Any]) -> bool | None:
+def is_dead(lock: RunLock) -> bool | None:
     """Whether the run that holds a lock is known to be dead; None if it ran elsewhere."""
-    if lock.get("controller_id") != controller_id() or not isinstance(lock.get("pid"), int):
-        return None
-    if lock.get("pid_space") != pid_space():
-        return None  # containers may share a machine id, and their PIDs mean nothing here
-    return start_ticks(lock["pid"]) != lock.get("pid_start_ticks")
-
-
-def pid_space() -> str:
-    """This boot and this PID namespace: only in there does a PID name a process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    space = Path("/proc/self/ns/pid").readlink()
-    return f"{boot} {space}"
+    return holder.is_dead(lock.content, lock.age_s, this_controller(), start_ticks)
 
 
 def owner(run: Visit) -> dict[str, Any]:
@@ -67,10 +68,9 @@ def owner(run: Visit) -> dict[str, Any]:
         "run_id": run.run_id,
         "user": getpass.getuser(),
         "controller": socket.gethostname(),
-        "controller_id": controller_id(),
+        **this_controller().owner(),
         "pid": os.getpid(),
         "pid_start_ticks": start_ticks(os.getpid()),
-        "pid_space": pid_space(),
     }
 
 
@@ -79,7 +79,7 @@ def take_words(run: Visit) -> tuple[str, ...]:
     words = ["--file", run.paths.run_lock, "--owner", json.dumps(owner(run))]
     kvhost = run.report.kvhost.data
     held = kvhost.run_lock.data if kvhost else None
-    if held is not None and is_dead(held.content):
+    if held is not None and is_dead(held):
         words += ["--dead", str(held.content.get("run_id"))]
     if run.settings.break_lock:
         words += ["--break", run.settings.break_lock]

@@ -78,6 +78,15 @@ def _key() -> bytes:
     return key
 
 
+def key_id() -> str | None:
+    """Tells this user's cache from others', one on a copy of this machine too, and tells nothing of
+    the key. None where none can be kept."""
+    try:
+        return hmac.new(_key(), b"controller", "sha256").hexdigest()[:32]
+    except OSError:
+        return None
+
+
 def _seal(path: Path, asked: LastAsked, key: bytes) -> str:
     """Of what was asked, and of its place: another host's, or another working copy's, is none."""
     if len(key) < 32:
