@@ -15,9 +15,11 @@ from typing import Any
 import click
 import pytest
 
+from kvhost import working_copy
 from kvhost.commands import drift as cli_drift
 from kvhost.records import receipts
 from kvhost.records.drift import File, Wanted, compare, pins_of
+from tests.copy_tools import Copy
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
 from tests.report_tools import beside
@@ -340,6 +342,68 @@ def test_a_part_that_was_not_read_is_never_the_same(part: str) -> None:
     assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
     del look[part]
     assert compare(wanted(), look, wanted().kept, ()).status == "unreadable"
+
+
+MANY = """
+from pyinfra.connectors.local import LocalConnector
+
+LocalConnector.make_names_data = staticmethod(lambda name=None: iter([(name, {}, [])]))
+hosts = [f"@local/{name}" for name in ("secret", "cert", "odd", "late")]
+"""
+#: deploys/drift.py, where each host is at fault in its own way but the last, which answers last
+ODD = """
+import time
+from pathlib import Path
+
+from pyinfra import host
+
+from deploys.common import drift, store
+from deploys.common.context import Visit
+from kvhost.records.drift import Found
+from kvhost.settings import Settings
+
+Path("pw").write_text("0123456789abcdef0123456789abcdef")
+Path("pw").chmod(0o600)
+FILES = {
+    "secret": {"shared_tier_password_file": "/nonexistent"},
+    "cert": {"shared_tier_password_file": "pw", "shared_store_cert_file": "/none",
+             "shared_store_key_file": "/none"},
+}
+
+
+def look():
+    if host.name == "odd":
+        return {}["what nobody thought of"]
+    if host.name == "late":
+        time.sleep(2)
+        return Found()
+    store.answer = lambda argv: {"kind": "redis-server"}
+    where = {"shared_store_address": "10.0.0.1", "shared_store_memory_gib": 1}
+    settings = Settings(**where, **FILES[host.name])
+    return Found(rows=store.drift_rows(Visit(host.name, "r", settings, None, with_key=False)))
+
+
+drift.look = look
+exec(Path("deploys/drift.py").read_text())
+"""
+
+
+def test_what_is_wrong_with_one_host_is_no_reason_against_another(tmp_path: Path) -> None:
+    """pyinfra ends the run of all hosts at the first exception."""
+    working_copy.make(tmp_path)
+    (tmp_path / "many.py").write_text(MANY)
+    (tmp_path / "odd.py").write_text(ODD)
+    code, text = Copy(tmp_path).pyinfra("many.py", "odd.py")
+    assert code == 0, text
+    told: dict[str, Any] = {}
+    for line in text.splitlines():
+        told |= json.loads(line) if line.startswith("{") else {}
+    status = {name: found["status"] for name, found in told.items()}
+    assert status == {"late": "same", **dict.fromkeys(("secret", "cert", "odd"), "unreadable")}
+    why = {name: " ".join(found["unreadable"]) for name, found in told.items()}
+    assert why["secret"].startswith("shared_tier_password_file: the file cannot be opened")
+    assert why["cert"].startswith("shared_store_cert_file: ")
+    assert "KeyError: 'what nobody thought of' (" in why["odd"]
 
 
 class Rebuilds:

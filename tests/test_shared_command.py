@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from kvhost import cli
+from kvhost import cli, working_copy
 from kvhost.commands import asking
+from kvhost.records import journal
+from tests.copy_tools import Copy
 from tests.test_shared_verdict import healthy
 
 pytestmark = pytest.mark.fleet
@@ -49,6 +52,50 @@ def run(*words: str, typed: str = "") -> tuple[int, str]:
     line = ["shared", "--inventory", "inventory.py", *words]
     done = CliRunner().invoke(cli.main, line, input=typed)
     return done.exit_code, done.output
+
+
+MANY = """
+from pyinfra.connectors.local import LocalConnector
+
+LocalConnector.make_names_data = staticmethod(lambda name=None: iter([(name, {}, [])]))
+store = {"shared_store_address": "127.0.0.1", "shared_store_memory_gib": 1, "base_dir": "/none/b"}
+hosts = [
+    ("@local/secret", {**store, "shared_tier_password_file": "/nonexistent"}),
+    ("@local/odd", {**store, "shared_tier_password_file": "pw"}),
+    ("@local/late", {}),
+]
+"""
+#: shared.py, where each host is at fault in its own way but the last
+ODD = """
+import time
+from pathlib import Path
+
+from pyinfra import host
+
+from deploys.common import store
+
+store.look = lambda settings: {}["what nobody thought of"]
+if host.name == "late":
+    time.sleep(2)
+exec(Path("shared.py").read_text())
+"""
+
+
+def test_what_is_wrong_with_one_host_is_no_reason_against_another(tmp_path: Path) -> None:
+    working_copy.make(tmp_path)
+    (tmp_path / "many.py").write_text(MANY)
+    (tmp_path / "odd.py").write_text(ODD)
+    (tmp_path / "pw").write_text("0123456789abcdef" * 4)
+    (tmp_path / "pw").chmod(0o600)
+    kept = tmp_path / "journal"
+    code, text = Copy(tmp_path).pyinfra("many.py", "odd.py", **{journal.VARIABLE: str(kept)})
+    assert code == 1
+    rows = journal.read_journal(kept).rows
+    assert {name: (row.result, row.why) for name, row in rows.items()} == {
+        "secret": ("refused", "controller"),
+        "odd": ("refused", "plan_failed"),
+        "late": ("unchanged", None),
+    }, text
 
 
 def test_a_check_is_one_step_on_each_and_a_verdict(hosts: Hosts) -> None:

@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from pyinfra import host
+from pyinfra import host, logger
+from pyinfra.api.exceptions import PyinfraError
 
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import DriftText, DriveCheck
@@ -33,6 +34,7 @@ from kvhost.plan.drives import claim_of
 from kvhost.plan.host import choose_python, minor
 from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import Plan
+from kvhost.plan.stopped import place
 from kvhost.records import receipts
 from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
 from kvhost.records.receipt import system_of
@@ -62,6 +64,11 @@ def find_drift() -> dict[str, Any]:
         found = look()
     except (ReportError, LockError, SecretError, receipts.NoReceipt) as error:
         found = Found(unreadable=[str(error)])
+    except PyinfraError:
+        raise  # pyinfra's own way to end a host, or the run
+    except Exception as error:  # whatever is odd about one host: the others go on
+        logger.debug("%s: it could not be compared", host.name, exc_info=error)
+        found = Found(unreadable=[f"a fault of kvhost's, report it with this line: {place(error)}"])
     return {"status": found.status, **asdict(found)}
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from pyinfra import host
 from pyinfra.api import FactBase
-from pyinfra.api.exceptions import DeployError
 from typing_extensions import override
 
 from deploys.common.context import Visit
@@ -114,33 +113,40 @@ class Store:
         return (verb, "--kind", self.kind.name, *place, *port, *tls)
 
 
-def secrets_of(settings: Settings) -> tuple[Secret, str | None, Secret | None]:
-    """Password, certificate and key, read on the controller. Raises SecretError."""
+@dataclass(frozen=True)
+class Secrets:
+    """What of a store lies on the controller; certificate and key are None without TLS."""
+
+    password: Secret
+    cert: str | None = None
+    key: Secret | None = None
+
+
+def secrets_of(settings: Settings) -> Secrets:
+    """Raises SecretError, which is this host's alone: the others go on."""
     password = shared_password(settings, os.environ)
     hide((password,))
     if password is None:
         raise SecretError("the store has no password: set shared_tier_password_file")
     if settings.shared_store_cert_file is None or settings.shared_store_key_file is None:
-        return password, None, None
+        return Secrets(password)
     cert = certificates("shared_store_cert_file", settings.shared_store_cert_file)
-    return password, cert, private_key("shared_store_key_file", settings.shared_store_key_file)
+    key = private_key("shared_store_key_file", settings.shared_store_key_file)
+    return Secrets(password, cert, key)
 
 
 def drift_rows(at: Visit) -> list[Drift]:
-    """What of this host's store is not as its settings say. Raises ReportError, DeployError."""
+    """What of this host's store is not as its settings say. Raises ReportError, SecretError."""
     settings = at.settings
     place = ("--address", str(settings.shared_store_address))
     port = ("--port", str(settings.shared_store_port))
     tls = ("--tls",) if settings.shared_store_cert_file is not None else ()
     seen = answer(("drift", *place, *port, *tls))
-    store = store_of(at, {"packages": {seen["kind"]: "installed"}})
+    store = store_of(at, {"packages": {seen["kind"]: "installed"}}, secrets_of(settings))
     return store_drift(store.plain, store.secret, seen)
 
 
-def store_of(at: Visit, found: Mapping[str, Any]) -> Store:
-    """By what look() found. Raises DeployError for a file of the controller's that is no good."""
-    try:
-        password, cert, key = secrets_of(at.settings)
-    except SecretError as error:
-        raise DeployError(f"{at.host}: {error}") from error
-    return Store(at, kind_of(found["packages"]), password, cert, key)
+def store_of(at: Visit, found: Mapping[str, Any], secrets: Secrets) -> Store:
+    """By what look() found."""
+    kind = kind_of(found["packages"])
+    return Store(at, kind, secrets.password, secrets.cert, secrets.key)

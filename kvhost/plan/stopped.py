@@ -24,17 +24,21 @@ def controller_refused(why: str) -> Plan:
     )  # fmt: skip
 
 
-def plan_failed(error: Exception) -> Plan:
-    """For what nobody thought of; one line says where it happened."""
+def place(error: Exception) -> str:
+    """What an error is, and where it was raised, in one line."""
     frames = extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    words = printable(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return printable(f"{type(error).__name__}: {error}".splitlines()[0][:200]) + where
+
+
+def plan_failed(error: Exception) -> Plan:
+    """For what nobody thought of; one line says where it happened."""
     return Plan(
         (),
         (
             Refusal(
                 "host", "plan_failed", "its plan could not be made",
-                "a report and settings that kvhost understands", f"{words}{where}",
+                "a report and settings that kvhost understands", place(error),
                 "a fault of kvhost's: report it with this line and `kvhost plan --json`",
             ),
         ),
