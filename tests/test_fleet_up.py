@@ -99,3 +99,20 @@ def test_broken_off_it_says_where_it_stood_and_the_next_run_converges(fleet: Fle
     assert (ran.code, ran.results()) == (0, {"a": "changed"}), ran.text[-4000:]
     assert "did not end. It stood here:" in ran.text
     assert fleet.well("a")
+
+
+@pytest.mark.full
+def test_broken_off_while_it_waits_for_the_next_batch(fleet: Fleet) -> None:
+    """By SIGTERM to the command alone, as of a supervisor: 130, and the rest is to be done."""
+    fleet.add_here("a", TOP)
+    fleet.add_here("b", TOP)
+    process = fleet.start("up", "--batch", "1", "--wait", "3600", start_new_session=True)
+    fleet.until(lambda told: "a" in told.rows and told.rows["a"].good)
+    process.terminate()
+    ran = fleet.end(process, 60)
+    assert (ran.code, ran.results()) == (130, {"a": "changed", "b": "not started"}), ran.text[
+        -4000:
+    ]
+    assert re.search(r"^  kvhost up .*--batch 1 --wait 3600.* --limit b$", ran.text, re.M)
+    assert fleet.well("a")
+    assert ran.told.ended

@@ -299,6 +299,8 @@ def test_a_cache_that_takes_no_key_tells_nothing(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert last_asked.key_id() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/x")
+    assert last_asked.key_id() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a"))
     one = last_asked.key_id()
     assert one is not None and one == last_asked.key_id()

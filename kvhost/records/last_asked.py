@@ -83,7 +83,7 @@ def key_id() -> str | None:
     the key. None where none can be kept."""
     try:
         return hmac.new(_key(), b"controller", "sha256").hexdigest()[:32]
-    except OSError:
+    except (OSError, RuntimeError):  # it takes none, or there is no home directory
         return None
 
 
