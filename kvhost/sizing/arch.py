@@ -224,12 +224,17 @@ def _whisper(config: Config) -> list[Layer]:
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("llama", "granite", "granitemoe", "gpt2", "opt", "gpt_neox", "gptj", "olmo", "olmo2",
-         "olmoe", "stablelm", "qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
-         "seed_oss", "nemotron", "internlm2", "internlm3"),
+         "olmoe", "stablelm", "qwen3_vl_text", "qwen3_vl_moe_text", "cohere", "seed_oss",
+         "nemotron", "internlm2", "internlm3"),
         _full,
     ),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2"), _plain),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _switched_window),
+    # qwen2_vl and qwen2_5_vl: their config.json, with the text part's keys at its top
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text",
+         "qwen2_vl", "qwen2_5_vl"),
+        _switched_window,
+    ),
     "gemma": _mixed(1, default_head=256),
     "gemma2": _mixed(2, default_head=256),
     "gemma3_text": _gemma3,
