@@ -173,11 +173,11 @@ def model(path: str | None, uid: int, gids: list[int]) -> Data:
 
 
 def model_file(path: Path, uid: int, gids: list[int]) -> Data:
-    """The same of one .gguf file; what gguf.py reads of it stands in config's place."""
+    """The same of a .gguf file, with all parts of a model that is split; what gguf.py reads of it
+    stands in config's place."""
     found = st(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         raise Absent(f"{path} is not a file")
-    closed = [path.name] if uid and not allows(found, uid, gids, 4) else []
 
     def told() -> Data:
         got = subprocess.run(
@@ -188,12 +188,17 @@ def model_file(path: Path, uid: int, gids: list[int]) -> Data:
             raise ValueError(got.stderr.decode(errors="replace").strip()[-300:])
         return dict(json.loads(got.stdout))
 
+    config = part(told)
+    # of what is not whole only the file itself is known
+    files = (config["data"] or {}).get("files", [{"name": path.name, "bytes": found.st_size}])
+    kinds = {one["name"]: st(path.with_name(one["name"])) for one in files}
+    closed = [name for name, kind in kinds.items() if kind and not allows(kind, uid, gids, 4)]
     return {
         "path": str(path),
-        "files": [{"name": path.name, "bytes": found.st_size}],
-        "closed": closed,
+        "files": files,
+        "closed": closed if uid else [],
         "blocked_by": blocked_by(path, uid, gids),
-        "config": part(told),
+        "config": config,
     }
 
 

@@ -69,7 +69,7 @@ def _find(model: str) -> ModelFiles:
 def _gguf(model: str, path: Path) -> ModelFiles:
     """A .gguf file of llama.cpp, by its header."""
     try:
-        told = gguf.read(str(path))
+        told = gguf.read_model(str(path))
     except gguf.NotGguf as error:
         raise SizeError(f"{path}: {error}") from error
     if (odd := odd_count(told)) is not None:
