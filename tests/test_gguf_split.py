@@ -20,6 +20,7 @@ from kvhost.llama.need import llama_need
 from kvhost.onhost import gguf, llama_resolve, model_digest, ollama_model, report
 from kvhost.settings import validate_hosts
 
+pytestmark = pytest.mark.runners
 FIRST = "m-00001-of-00003.gguf"
 SETTINGS = validate_hosts({"h": {"runner": "llama_server"}}, frozenset())["h"]
 U16, U32, I32, TEXT = 2, 4, 5, 8
