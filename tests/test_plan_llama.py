@@ -39,7 +39,7 @@ def codes(got: Plan) -> list[str]:
 
 def file(**more: Any) -> dict[str, Any]:
     row = {"path": MODEL, "files": [{"name": "llama.gguf", "bytes": GIB}], "closed": [],
-           "blocked_by": None, "config": ok({"keys": {}}), **more}  # fmt: skip
+           "blocked_by": None, "config": ok({"keys": {}}), "weights": absent(), **more}  # fmt: skip
     return {"model": ok(row)}
 
 

@@ -10,6 +10,7 @@ from kvhost.sizing.arch import Architecture, architecture_of
 from kvhost.sizing.declared import declared_kv_dtype
 from kvhost.sizing.kv_bytes import (
     BLOCK_BYTES,
+    COMPUTED,
     Fit,
     KvSize,
     SizeError,
@@ -24,9 +25,6 @@ from kvhost.sizing.kv_bytes import (
     times_of,
 )
 from kvhost.sizing.model import ModelFiles
-
-#: where a model says nothing of its dtype; vLLM serves float32 weights as bfloat16 too
-COMPUTED = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,11 @@ def _fits(
 
 def _notes(question: Question, found: Architecture, kv: KvSize, weights: int | None) -> list[str]:
     notes = []
+    if missing := question.model.missing:
+        notes.append(
+            f"Files of the weights are missing ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}): their size is what the index says of all."
+        )
     if question.gpu_bytes is not None and weights is None:
         notes.append("The weights do not lie beside config.json: say how large they are "
                      "(--weights-gib) to see what fits into the GPU.")  # fmt: skip

@@ -17,6 +17,8 @@ from kvhost.sizing.layer import Layer
 
 #: bytes of one element of the KV cache, in vLLM
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+#: what vLLM computes in where a model says nothing of its dtype, or float32 (auto)
+COMPUTED = "bfloat16"
 #: llama.cpp's blocks of 32 elements, in bytes: the scale (and minimum) counted (ggml-common.h)
 BLOCK_BYTES = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
 BLOCK = 32
