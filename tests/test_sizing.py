@@ -250,7 +250,8 @@ def test_the_plan_takes_the_same_figures() -> None:
     assert need.kv_of_rank(16) == kv(LLAMA, ranks=16).per_token == 16384
     latent = need_of(PUBLIC["DeepSeek-V3"]["config"], 5, settings)
     assert latent is not None and latent.kv_of_rank(8) == 70272  # whole on every rank
-    assert need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings) is None  # tells no context
+    told = need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings)  # which leaves its context out
+    assert told is not None and told.max_context == 131072
     assert need_of(TINY["falcon-mamba-ssm"] | {"max_position_embeddings": 9}, 5, settings) is None
     assert need_of({**LLAMA, "model_type": "brand_new"}, 5, settings) is None
 
