@@ -19,6 +19,7 @@ from kvhost import cli
 from kvhost.llama.need import llama_need
 from kvhost.onhost import gguf, llama_resolve, model_digest, ollama_model, report
 from kvhost.settings import validate_hosts
+from tests.settings_cases import refused
 
 pytestmark = pytest.mark.runners
 FIRST = "m-00001-of-00003.gguf"
@@ -210,3 +211,9 @@ def test_ollama_is_given_no_part(model: Path) -> None:
     argv = [sys.executable, script, "name", "--gguf", str(model)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "a part of a split model" in done.stderr
+
+
+@pytest.mark.parametrize("name", [FIRST, "m.gguf", "m.GGUF"])
+def test_a_file_of_the_controllers_is_not_sent(name: str) -> None:
+    told = refused({"model_source": f"controller:/models/{name}"})
+    assert "is not sent and must lie on the host" in told["model_source"]

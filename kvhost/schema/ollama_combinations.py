@@ -106,7 +106,7 @@ def _of_another_runner(s: Settings) -> _Found:
 
 
 #: a part of a split model, as llama.cpp names them
-_PART = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.gguf$")
+_PART = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.gguf$", re.IGNORECASE)
 
 
 def _model(s: Settings) -> _Found:
