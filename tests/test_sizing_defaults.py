@@ -136,6 +136,14 @@ def test_of_a_family_that_the_engine_has_no_defaults_of_nothing_is_filled_in(fam
             architecture_of({"text_config": config} if nested else config)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_part_is_that_of_the_whole_where_it_has_none(key: str) -> None:
+    config: dict[str, Any] = {"model_type": "llava", "text_config": {}, key: "float16"}
+    assert architecture_of(config).dtype == "float16"
+    config["text_config"] = {"torch_dtype": "bfloat16"}
+    assert architecture_of(config).dtype == "bfloat16"
+
+
 def test_every_family_is_in_the_tables() -> None:
     assert set(READERS) == set(FAMILIES) | set(STRANGE) == set(DEFAULTS) | set(STRANGE)
     assert not set(DEFAULTS) & set(STRANGE)

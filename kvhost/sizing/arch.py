@@ -74,7 +74,7 @@ def architecture_of(config: Config) -> Architecture:
         raise UnknownArchitecture(f"config.json of {name!r}: {error}") from error
     if not found:
         raise UnknownArchitecture(f"config.json of {name!r} names no layer that keeps a cache")
-    told = (config.get("dtype"), config.get("torch_dtype"), top.get("torch_dtype"))
+    told = (place.get(key) for place in (config, top) for key in ("dtype", "torch_dtype"))
     dtype = next((one for one in told if one is not None), None)
     if dtype is not None and not isinstance(dtype, str):
         raise UnknownArchitecture(f"config.json of {name!r}: its dtype is no text")
