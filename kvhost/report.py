@@ -224,14 +224,25 @@ class ModelFile(_Model):
     bytes: int
 
 
+class ModelWeights(_Model):
+    """`dtypes`: bytes by the dtype on disk, "?" where it is not known; `missing`: files that the
+    index names; `total_size`: bytes of all by the index."""
+
+    dtypes: dict[str, int]
+    missing: list[str]
+    total_size: int | None
+
+
 class ModelDir(_Model):
-    """`closed`: files whose mode keeps the service's user out; `config`: config.json."""
+    """`closed`: files whose mode keeps the service's user out; `config`: config.json; `weights`: of
+    its safetensors, absent of a .gguf file."""
 
     path: str
     files: list[ModelFile]
     closed: list[str]
     blocked_by: str | None
     config: Part[dict[str, Any]]
+    weights: Part[ModelWeights]
 
 
 class Base(_Model):

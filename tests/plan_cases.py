@@ -148,7 +148,7 @@ NVIDIA = {"nvidia": {"pci": PCI, "nodes": [], "driver": None, "smi": None}, "amd
 def model_dir(**more: Any) -> dict[str, Any]:
     files = [{"name": "config.json", "bytes": 1}]
     return ok({"path": "/m", "files": files, "closed": [], "blocked_by": None, "config": ok({}),
-               **more})  # fmt: skip
+               "weights": absent(), **more})  # fmt: skip
 
 
 def parts(other: dict[str, Any]) -> tuple[PlanInputs, dict[str, Any]]:

@@ -37,6 +37,14 @@ def test_a_default_that_is_written_out_is_none() -> None:
     assert check({**LEAST, "chunk_size": 256, "verify_events": ["both"]}) == check(LEAST)
 
 
+@pytest.mark.parametrize("part", ["m-00001-of-00002.gguf", "m-00007-of-00010.GGUF"])
+def test_a_part_of_a_split_model_is_refused(part: str) -> None:
+    told = refused({**LEAST, "model_source": f"/srv/{part}"})
+    assert "a part of a split model" in told["runner, model_source"]
+    for whole in ("m-00001-of-00001.gguf", "m.gguf"):
+        assert check({**LEAST, "model_source": f"/srv/{whole}"})
+
+
 def test_all_that_is_wrong_comes_at_once() -> None:
     told = refused(
         {

@@ -39,7 +39,7 @@ def codes(got: Plan) -> list[str]:
 
 def file(**more: Any) -> dict[str, Any]:
     row = {"path": MODEL, "files": [{"name": "llama.gguf", "bytes": GIB}], "closed": [],
-           "blocked_by": None, "config": ok({"keys": {}}), **more}  # fmt: skip
+           "blocked_by": None, "config": ok({"keys": {}}), "weights": absent(), **more}  # fmt: skip
     return {"model": ok(row)}
 
 
@@ -91,6 +91,8 @@ def test_its_own_program_costs_no_download() -> None:
             )
         ],
         (file(closed=["llama.gguf"]), {"model_source": MODEL}, "model_closed", "chmod o+r"),
+        (file(closed=["a", "b"]), {"model_source": MODEL}, "model_closed",
+         "chmod o+r /srv/models/a /srv/models/b"),
         (file(blocked_by="/srv/models"), {"model_source": MODEL}, "model_closed", "chmod o+x"),
     ],
 )  # fmt: skip

@@ -269,6 +269,14 @@ def test_saved_slots_are_of_the_model_that_their_namespace_was_made_for(
     assert not list(here.glob("*.*kv")) and not list(here.glob("*.tmp"))
 
 
+def test_a_data_file_named_as_the_namespaces_own_takes_nothing_with_it(base: Base) -> None:
+    here = saved_slots(base, "ns-03", "m")
+    (here / f"kvhost-namespace.{'ab' * 8}.kv").write_bytes(b"x")
+    (here / "slots-state.77.tmp").write_bytes(b"x")
+    assert base.call("remove", "--model", "m")["files"] == 5
+    assert (here / ".kvhost-namespace.json").exists() and (here / ".slots-state.json").exists()
+
+
 @pytest.mark.parametrize("odd", ["{", "[]", '{"engine_config": 3, "model": "m"}', '{"model": 7}'])
 def test_a_namespace_whose_file_tells_nothing_has_no_model(odd: str, base: Base) -> None:
     here = saved_slots(base, "ns-03", "m")

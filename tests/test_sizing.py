@@ -19,6 +19,7 @@ from kvhost.sizing.kv_bytes import (
     SizeError,
     Speeds,
     break_even,
+    fit,
     needed_speed,
     size_of,
     times_of,
@@ -117,6 +118,31 @@ def test_what_is_not_known_is_not_guessed(change: dict[str, Any], words: str) ->
     assert words in str(caught.value)
 
 
+#: of the models' pages on the hub: heads 28 and 64, 4 and 64 of KV
+FLAT: dict[str, Any] = {
+    "qwen2_5_vl": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+                   "num_hidden_layers": 28, "sliding_window": 32768, "use_sliding_window": False,
+                   "vision_config": {"hidden_size": 1280, "depth": 32}},
+    "cohere": {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 64,
+               "num_hidden_layers": 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "per_token"),
+    [("qwen2_5_vl", 57344), ("qwen2_vl", 57344), ("cohere", 40 * 2 * 64 * 128 * 2)],
+)
+def test_a_flat_config_and_a_nested_one_are_read_alike(kind: str, per_token: int) -> None:
+    told = FLAT.get(kind, FLAT["qwen2_5_vl"])
+    assert kv({**told, "model_type": kind}).per_token == per_token
+    if kind != "cohere":
+        text = {key: value for key, value in told.items() if key != "vision_config"}
+        nested = {"model_type": kind, "text_config": {**text, "model_type": f"{kind}_text"}}
+        assert kv(nested).per_token == per_token
+        with pytest.raises(UnknownArchitecture, match="use_sliding_window"):
+            kv({**told, "model_type": kind, "use_sliding_window": True})
+
+
 @pytest.mark.parametrize(
     ("ranks", "per_token"),
     [(1, 131072), (2, 65536), (8, 16384), (16, 16384), (32, 16384)],
@@ -164,6 +190,35 @@ def test_windows_and_states_bound_a_sequence() -> None:
     assert state.tokens_in(state.fixed - 1) == 0
 
 
+def test_a_drive_that_holds_not_one_state_holds_no_tokens(tmp_path: Path) -> None:
+    size = sized(TINY["mamba2-ssm"])
+    rooms = {size.fixed: None, size.fixed - 1: 0}
+    assert {room: fit("drive", size, room, 10, stored=True).tokens for room in rooms} == rooms
+    grows = kv(LLAMA)
+    assert fit("drive", grows, 3 * grows.per_token + 5, 10, stored=True).tokens == 3
+
+
+def test_of_a_state_alone_no_speed_is_told_that_a_drive_needs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY["mamba2-ssm"]))
+    words = [str(path), "--prefill", "5000", "--drive-mb-s", "1"]
+    code, text = run(*words)
+    assert code == 0 and "MB/s on" not in text
+    even = "Restoring is faster from 256 tokens on. Only a state is stored"
+    assert even in " ".join(text.split())
+    assert "Only a state is stored" in run(*words[:3])[1]
+    assert json.loads(run(*words, "--json")[1])["needed_drive_bytes_per_s"] is None
+
+
+@pytest.mark.parametrize("dtype", ["q4_0", "q8_0", "fp8", "nothing"])
+def test_a_state_has_a_dtype_that_the_engine_keeps_states_in(dtype: str) -> None:
+    with pytest.raises(SizeError, match="vLLM keeps it in one of auto, float32"):
+        sized(TINY["mamba2-ssm"], recurrent=dtype)
+    with pytest.raises(SizeError, match="vLLM keeps it in one of auto, float32"):
+        sized({**TINY["qwen3-next-gdn"], "mamba_ssm_dtype": dtype})
+    assert sized(TINY["mamba2-ssm"], recurrent="fp32").fixed > sized(TINY["mamba2-ssm"]).fixed
+
+
 def test_tokens_that_fit_are_the_most_that_fit() -> None:
     for config in (LLAMA, TINY["gemma3-5to1"], TINY["jamba-mamba1"], TINY["whisper-cross"]):
         size = kv(config)
@@ -179,10 +234,12 @@ def test_break_even_is_where_the_times_cross() -> None:
     assert even == 512
     assert times_of(size, even, speeds).factor > 1
     assert times_of(size, even - 256, speeds).factor < 1
-    slow = Speeds(drive=needed_speed(size, 5000) * 0.99, prefill=5000)
+    needed = needed_speed(size, 5000)
+    assert needed == 131072 * 5000
+    slow = Speeds(drive=needed * 0.99, prefill=5000)
     assert break_even(size, slow, 256) is None
     assert times_of(size, 1 << 20, slow).factor < 1
-    fast = Speeds(drive=needed_speed(size, 5000) * 1.01, prefill=5000)
+    fast = Speeds(drive=needed * 1.01, prefill=5000)
     assert break_even(size, fast, 256) == 256
 
 
@@ -193,7 +250,8 @@ def test_the_plan_takes_the_same_figures() -> None:
     assert need.kv_of_rank(16) == kv(LLAMA, ranks=16).per_token == 16384
     latent = need_of(PUBLIC["DeepSeek-V3"]["config"], 5, settings)
     assert latent is not None and latent.kv_of_rank(8) == 70272  # whole on every rank
-    assert need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings) is None  # tells no context
+    told = need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings)  # which leaves its context out
+    assert told is not None and told.max_context == 131072
     assert need_of(TINY["falcon-mamba-ssm"] | {"max_position_embeddings": 9}, 5, settings) is None
     assert need_of({**LLAMA, "model_type": "brand_new"}, 5, settings) is None
 

@@ -217,6 +217,22 @@ def test_what_is_not_saved_is_neither_forgotten_nor_restored(name: str, site: Si
         assert done.stdout == ""
 
 
+@pytest.mark.parametrize("name", ["kvhost-namespace", "slots-state"])
+def test_a_name_whose_note_is_a_file_of_kvhosts_own_is_refused(name: str, site: Site) -> None:
+    site.server.fill(0, b"zero")
+    site.save()
+    before = {path.name: path.read_bytes() for path in site.folder.iterdir()}
+    for command in ("save", "restore", "forget"):
+        done = program(site, command, name)
+        assert done.returncode == 2 and f".{name}.json is a file of kvhost's own" in done.stderr
+    # nor by what calls the store itself, and not beside a data file of that name
+    with pytest.raises(Trouble, match="take another name"):
+        site.keeper.save(0, name, "test", 30)
+    (site.folder / f"{name}.{'ab' * 8}.kv").write_bytes(b"x")
+    assert site.keeper.store.forget(name)
+    assert {path.name: path.read_bytes() for path in site.folder.iterdir()} == before
+
+
 def test_all_and_one_slot_together_are_a_slip(site: Site) -> None:
     assert program(site, "save", "--all", "--slot", "1").returncode == 2
 

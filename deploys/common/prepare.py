@@ -41,7 +41,7 @@ from kvhost.plan.drives import claim_of, drive_notes
 from kvhost.plan.host import installed, minor
 from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import ModelNeed, Plan, PlanInputs, choose_python, make_plan
-from kvhost.plan.model_need import need_of
+from kvhost.plan.model_need import need_of, weights_bytes
 from kvhost.plan.stopped import controller_refused, plan_failed
 from kvhost.plan.types import Refusal, Stage, unreadable
 from kvhost.plan.view import render_plans
@@ -386,7 +386,7 @@ def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
         return None
     if settings.runner == "llama_server":
         return llama_need(report.model.data.config.data, settings)
-    weights = sum(f.bytes for f in report.model.data.files if f.name.endswith(".safetensors"))
+    weights = weights_bytes(report.model.data, settings)
     return need_of(report.model.data.config.data, weights, settings)
 
 

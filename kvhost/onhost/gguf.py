@@ -5,7 +5,9 @@ Format: github.com/ggml-org/ggml, docs, version 3 (2 differs in nothing that is 
 magic, version, number of tensors, number of keys; the keys; name, shape, type and offset of each
 tensor; then the data, aligned. Of long lists only the length is told ("tokenizer.ggml.tokens":
 {"length": 32000}).
-Exit: 0; 1 not a whole GGUF file (why: stderr).
+FILE may be the first of a split model, PREFIX-00001-of-00003.gguf: all parts are read then, as
+llama.cpp loads them all ("files": their names and bytes; the keys are those of the first).
+Exit: 0; 1 not a whole GGUF file, or a part is missing (why: stderr).
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ BLOCKS = {
     21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8),
     28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
 }  # fmt: skip
+#: of a part of a split model: its number, counted from 0; how many; tensors of all of them
+PART, PARTS, ALL_TENSORS = "split.no", "split.count", "split.tensors.count"
 #: lists of at most as many numbers are told whole
 SHORT = 512
 #: more than any model has; a broken file must not fill the memory, nor take minutes
@@ -115,7 +119,8 @@ def told(name: str, value: Any) -> Any:
 
 
 def read(path: str) -> Data:
-    """{"version", "keys": {key: value}, "tensors", "bytes", "weights_bytes", "types": {type: n}}.
+    """Of one file: {"version", "keys": {key: value}, "tensors", "bytes", "weights_bytes", "types":
+    {type: n}, "files": [{"name", "bytes"}]}, the last of itself alone.
 
     Raises NotGguf, also for a file that is shorter than its tensors; OSError.
     """
@@ -163,7 +168,63 @@ def read(path: str) -> Data:
         raise NotGguf(f"it has {size} bytes and its header says {start + max(ends)}: "
                       "fetch it again")  # fmt: skip
     about = {"version": version, "keys": keys, "tensors": tensors, "types": types}
+    about["files"] = [{"name": os.path.basename(path), "bytes": size}]
     return {**about, "bytes": size, "weights_bytes": weights if known else size - start}
+
+
+def read_model(path: str) -> Data:
+    """read() of a whole model, of all its parts together, and {"files": [{"name", "bytes"}]}, which
+    lie in one directory. Raises as read() does, for a part that is missing or of another model too.
+    """
+    found = read(path)
+    for part in paths_of(path, found["keys"])[1:]:
+        name = os.path.basename(part)
+        try:
+            more = read(part)
+        except FileNotFoundError:
+            raise NotGguf(f"its part {name} is not there: fetch it") from None
+        except NotGguf as error:
+            raise NotGguf(f"its part {name}: {error}") from None
+        _same_model(name, found, more)
+        found["files"] += more["files"]
+        for key in ("tensors", "bytes", "weights_bytes"):
+            found[key] += more[key]
+        for kind, count in more["types"].items():
+            found["types"][kind] = found["types"].get(kind, 0) + count
+    wanted = found["keys"].get(ALL_TENSORS)
+    if len(found["files"]) > 1 and wanted is not None and wanted != found["tensors"]:
+        raise NotGguf(f"its parts have {found['tensors']} tensors, and {wanted!r:.40} were split: "
+                      "they are not of one model")  # fmt: skip
+    return found
+
+
+def paths_of(path: str, keys: Data) -> list[str]:
+    """The parts of a model by their names, by llama.cpp's rule (llama_split_path), from the keys of
+    the first; one that is whole is its own part. Raises NotGguf."""
+    count, number = keys.get(PARTS, 1), keys.get(PART, 0)
+    if type(count) is not int or type(number) is not int or not 0 <= number < max(1, count):
+        raise NotGguf(f"{PART} = {number!r:.40} of {PARTS} = {count!r:.40}: the header is damaged")
+    if count <= 1:
+        return [path]
+    ending = f"-{number + 1:05d}-of-{count:05d}.gguf"
+    prefix = path[: -len(ending)]
+    if not path.endswith(ending) or not os.path.basename(prefix):
+        raise NotGguf(f"it is part {number + 1} of {count} of a split model, and its name must end "
+                      f"in {ending}: llama.cpp finds the others by that")  # fmt: skip
+    paths = [f"{prefix}-{one:05d}-of-{count:05d}.gguf" for one in range(1, count + 1)]
+    if number != 0:
+        first = os.path.basename(paths[0])
+        raise NotGguf(f"it is part {number + 1} of {count} of a split model: name its first part, "
+                      f"{first}")  # fmt: skip
+    return paths
+
+
+def _same_model(name: str, first: Data, part: Data) -> None:
+    """Raises NotGguf for a part that says of itself that it is another."""
+    number, count = len(first["files"]), first["keys"][PARTS]
+    if part["keys"].get(PART) != number or part["keys"].get(PARTS) != count:
+        told = f"{PART} = {part['keys'].get(PART)!r:.40}, {PARTS} = {part['keys'].get(PARTS)!r:.40}"
+        raise NotGguf(f"its part {name} says {told}, not {number} and {count}: fetch it again")
 
 
 def main() -> int:
@@ -171,7 +232,7 @@ def main() -> int:
     parser.add_argument("file")
     args = parser.parse_args()
     try:
-        print(json.dumps(read(args.file)))
+        print(json.dumps(read_model(args.file)))
     except (NotGguf, OSError, OverflowError, MemoryError) as error:
         print(f"{args.file}: {error}", file=sys.stderr)
         return 1

@@ -44,7 +44,7 @@ def resolve(program: str, path: str, context: int) -> dict[str, Any]:
     build = version_of(text)
     if code != 0 or not build:
         raise Refused(f"{program} --version: exit {code}: {text.strip()[-200:]}")
-    keys = gguf.read(path)["keys"]
+    keys = gguf.read_model(path)["keys"]
     kind = str(keys.get("general.architecture", ""))
     longest = keys.get(f"{kind}.context_length")
     if isinstance(longest, int) and context > longest:

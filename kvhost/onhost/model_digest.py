@@ -2,7 +2,8 @@
 """Digest of a model directory: model_digest.py --model DIR --cache FILE [--user U]
 
 sha256 over every file that decides what the model computes (weights, configuration, tokenizer).
-A model of llama.cpp is one .gguf file, and the digest that of its content. Reading 100 GB takes
+A model of llama.cpp is one .gguf file, and the digest that of its content; of one that is split all
+parts count, by llama.cpp's names (PREFIX-00001-of-00003.gguf). Reading 100 GB takes
 minutes, so a file's digest is remembered by path, size, inode, mtime and ctime. Of a directory only
 safetensors weights are accepted: a pickle runs code when it is loaded. A download
 that was cut short is refused: a missing shard, a file shorter than its own header says.
@@ -205,20 +206,25 @@ def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, A
 
 
 def file_model(path: str, cache_path: str, user: User | None) -> dict[str, Any]:
-    """The same of a model that is one .gguf file. Raises OSError."""
+    """The same of a .gguf file, with all parts of a model that is split. Raises OSError."""
     try:
-        told = gguf.read(path)
+        told = gguf.read_model(path)
     except gguf.NotGguf as error:
         fail(f"{path}: {error}")
-    blocked = user.blocked_by(path) if user else None
-    if user and blocked:
-        fail(f"{user.name} cannot read {path}: {blocked}")
-    st, cache = os.stat(path), load_cache(cache_path)
-    digest = remembered(cache.get(path), st) or file_digest(path, Progress())
-    if cache.get(path) != [*identity(st), digest]:
-        save_cache(cache_path, {**cache, path: [*identity(st), digest]})
-    figures = {"bytes": st.st_size, "weights_bytes": told["weights_bytes"]}
-    return {"digest": digest, "files": 1, **figures}
+    cache, progress = load_cache(cache_path), Progress()
+    fresh, digests = dict(cache), []
+    for part in [os.path.join(os.path.dirname(path), one["name"]) for one in told["files"]]:
+        blocked = user.blocked_by(part) if user else None
+        if user and blocked:
+            fail(f"{user.name} cannot read {part}: {blocked}")
+        st = os.stat(part)
+        digests.append(remembered(cache.get(part), st) or file_digest(part, progress))
+        fresh[part] = [*identity(st), digests[-1]]
+    if fresh != cache:
+        save_cache(cache_path, fresh)
+    whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    figures = {"bytes": told["bytes"], "weights_bytes": told["weights_bytes"]}
+    return {"digest": whole if digests[1:] else digests[0], "files": len(digests), **figures}
 
 
 def main() -> None:

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
-    from kvhost.onhost import bounded
+    from kvhost.onhost import bounded, gguf
     from kvhost.onhost.ollama_look import Unusable, listed, reason
     from kvhost.onhost.report_parts import Absent
 else:  # it lies beside this file on a host, where there is no package kvhost
     import bounded
+    import gguf
     from ollama_look import Unusable, listed, reason
     from report_parts import Absent
 
@@ -77,6 +78,14 @@ def gguf_name(path: str, digest: str) -> str:
     return f"{plain}:{digest[:12]}"
 
 
+def is_split(path: str) -> bool:
+    """Of what is damaged Ollama itself says so. Raises OSError."""
+    try:
+        return gguf.read(path)["keys"].get(gguf.PARTS, 1) not in (0, 1)
+    except gguf.NotGguf:
+        return False
+
+
 def name_of(args: argparse.Namespace) -> str:
     """Raises OSError, Failed."""
     if args.gguf is None:
@@ -84,6 +93,9 @@ def name_of(args: argparse.Namespace) -> str:
     with open(args.gguf, "rb") as handle:
         if handle.read(4) != b"GGUF":
             raise Failed(f"{args.gguf} is no GGUF")
+    if is_split(args.gguf):
+        raise Failed(f"{args.gguf} is a part of a split model, and Ollama makes a model of one file"
+                     ": put its parts together (llama-gguf-split --merge)")  # fmt: skip
     return gguf_name(args.gguf, gguf_digest(args.gguf, args.state))
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         VLLM_FILE,
         read_small,
     )
+    from kvhost.onhost.slots_files import is_reserved
 else:  # it lies beside this file on a host, where there is no package kvhost, or in lib/
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [here, os.path.join(os.path.dirname(here), "lib")]
@@ -57,6 +58,7 @@ else:  # it lies beside this file on a host, where there is no package kvhost, o
         VLLM_FILE,
         read_small,
     )
+    from slots_files import is_reserved
 NAMESPACE = re.compile(r"^ns-[0-9a-f]+$")
 ENDINGS = (".data", ".tmp")
 #: the cache server's memory in /dev/shm, named for the installation (kvhost/services/vllm.py)
@@ -422,7 +424,7 @@ def remove(tier: Tier, args: argparse.Namespace) -> Data:
                 folder, _, name = row.name.rpartition("/")
                 with opened(folder, namespaces[row.namespace]) as where:
                     os.unlink(name, dir_fd=where)
-                    if slot := SLOT.match(name):
+                    if (slot := SLOT.match(name)) and not is_reserved(slot[1]):
                         unlink(f".{slot[1]}.json", where)
         for fd in namespaces.values():
             os.fsync(fd)

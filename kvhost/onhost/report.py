@@ -31,10 +31,12 @@ from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from kvhost.onhost.forked import Running, said
+    from kvhost.onhost.model_look import config_of, weights_of
     from kvhost.onhost.report_machine import cpus, gpu, memory, mounts, os_release, pid1, shm
     from kvhost.onhost.report_parts import Absent, Data, gather, is_dir, part, run, st
 else:  # they lie beside this file
     from forked import Running, said
+    from model_look import config_of, weights_of
     from report_machine import cpus, gpu, memory, mounts, os_release, pid1, shm
     from report_parts import Absent, Data, gather, is_dir, part, run, st
 
@@ -151,7 +153,8 @@ def pythons(uid: int, gids: list[int], asked: str | None) -> list[Data]:
 
 
 def model(path: str | None, uid: int, gids: list[int]) -> Data:
-    """A model directory: its files, whether the service's user may read them, its config.json."""
+    """A model directory: its files, whether the service's user may read them, its config.json, what
+    its weights are."""
     if not path:
         raise Absent("no model path was asked for")
     top = Path(path)
@@ -167,17 +170,22 @@ def model(path: str | None, uid: int, gids: list[int]) -> Data:
         rows.append({"name": p.name, "bytes": found.st_size})
         if uid and not allows(found, uid, gids, 4):
             closed.append(p.name)
-    config = part(lambda: json.loads((top / "config.json").read_text()))
-    blocked = blocked_by(top / "config.json", uid, gids)
-    return {"path": path, "files": rows, "closed": closed, "blocked_by": blocked, "config": config}
+    return {
+        "path": path,
+        "files": rows,
+        "closed": closed,
+        "blocked_by": blocked_by(top / "config.json", uid, gids),
+        "config": part(lambda: config_of(str(top / "config.json"))),
+        "weights": part(lambda: weights_of(path)),
+    }
 
 
 def model_file(path: Path, uid: int, gids: list[int]) -> Data:
-    """The same of one .gguf file; what gguf.py reads of it stands in config's place."""
+    """The same of a .gguf file, with all parts of a model that is split; what gguf.py reads of it
+    stands in config's place."""
     found = st(path)
     if found is None or not stat.S_ISREG(found.st_mode):
         raise Absent(f"{path} is not a file")
-    closed = [path.name] if uid and not allows(found, uid, gids, 4) else []
 
     def told() -> Data:
         got = subprocess.run(
@@ -188,13 +196,23 @@ def model_file(path: Path, uid: int, gids: list[int]) -> Data:
             raise ValueError(got.stderr.decode(errors="replace").strip()[-300:])
         return dict(json.loads(got.stdout))
 
+    config = part(told)
+    # of what is not whole only the file itself is known
+    files = (config["data"] or {}).get("files", [{"name": path.name, "bytes": found.st_size}])
+    kinds = {one["name"]: st(path.with_name(one["name"])) for one in files}
+    closed = [name for name, kind in kinds.items() if kind and not allows(kind, uid, gids, 4)]
     return {
         "path": str(path),
-        "files": [{"name": path.name, "bytes": found.st_size}],
-        "closed": closed,
+        "files": files,
+        "closed": closed if uid else [],
         "blocked_by": blocked_by(path, uid, gids),
-        "config": part(told),
+        "config": config,
+        "weights": part(absent_weights),
     }
+
+
+def absent_weights() -> Data:
+    raise Absent("a .gguf file: its header tells")
 
 
 def driver(running: Running, until: float) -> Data:

@@ -64,7 +64,7 @@ def resolved(path: str, extra: list[str], cache_args: list[str]) -> dict[str, An
     return {
         "dtype": str(model.dtype).replace("torch.", ""),
         "quantization": model.quantization,
-        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype": kv_dtype(str(cache.cache_dtype), engine.quant_config, mla=model.use_mla),
         "kv_cache_layout": cache.kv_cache_layout,
         "block_size": cache.block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -82,6 +82,13 @@ def resolved(path: str, extra: list[str], cache_args: list[str]) -> dict[str, An
         },
         "machine": platform.machine(),
     }
+
+
+def kv_dtype(resolved: str, quantization: Any, *, mla: bool) -> str:
+    """A kv_cache_scheme of the checkpoint becomes fp8 only when vLLM makes its layers of attention
+    (attention.py), of which MLA's are none: "auto" is what it says before."""
+    declared = getattr(quantization, "kv_cache_scheme", None) is not None
+    return "fp8" if resolved == "auto" and declared and not mla else resolved
 
 
 def transfer_config(config: dict[str, Any], extra: list[str]) -> Any:

@@ -42,6 +42,8 @@ if TYPE_CHECKING or __package__:
         OF_SLOT,
         Store,
         Trouble,
+        is_reserved,
+        note_of,
         opened,
         read_json,
         removed,
@@ -54,6 +56,8 @@ else:  # it lies beside this file on a host, where there is no package kvhost
         OF_SLOT,
         Store,
         Trouble,
+        is_reserved,
+        note_of,
         opened,
         read_json,
         removed,
@@ -293,6 +297,8 @@ def name(text: str) -> str:
         raise argparse.ArgumentTypeError(
             "a name is letters, digits, - and _, at most 64, and not slot-N, which are its own"
         )
+    if is_reserved(text):
+        raise argparse.ArgumentTypeError(f"{note_of(text)} is a file of kvhost's own: another name")
     return text
 
 

@@ -35,6 +35,8 @@ Data = dict[str, Any]
 SCHEMA = 1
 NAMESPACE = ".kvhost-namespace.json"
 LOCK, STATE = ".slots.lock", ".slots-state.json"
+#: what is not a saved slot's, whatever its name is
+OWN = frozenset((NAMESPACE, LOCK, STATE))
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 #: what is saved of a slot by itself
 OF_SLOT = re.compile(r"slot-(\d+)\Z")
@@ -49,6 +51,16 @@ MOST_JSON = 1 << 18
 
 class Trouble(Exception):
     """What went wrong, for people."""
+
+
+def note_of(name: str) -> str:
+    """The file that says what the saved slot ``name`` is."""
+    return f".{name}.json"
+
+
+def is_reserved(name: str) -> bool:
+    """Would its note be a file of the keeper's, or the namespace's own?"""
+    return note_of(name) in OWN
 
 
 def say(text: str) -> None:
@@ -253,7 +265,7 @@ class Store:
             name = entry[1 : -len(".json")]
             if not (entry.startswith(".") and entry.endswith(".json") and NAME.match(name)):
                 continue
-            if entry in (NAMESPACE, STATE):
+            if entry in OWN:
                 continue
             found[name] = None
             with contextlib.suppress(OSError, ValueError):
@@ -264,7 +276,9 @@ class Store:
     def expect(self, name: str, draft: str) -> None:
         """Before the server writes ``draft``, which keep() will make ``name``: it would wait for a
         pipe, and write where a link leads. Raises Trouble, OSError."""
-        self.make_way(f".{name}.json", f".{name}.json.new", draft)
+        if is_reserved(name):
+            raise Trouble(f"{note_of(name)} is a file of kvhost's own: take another name")
+        self.make_way(note_of(name), f"{note_of(name)}.new", draft)
         remove(self.path(draft))
 
     def keep(self, name: str, draft: str, told: Data) -> Data:
@@ -291,7 +305,7 @@ class Store:
             "engine": self.fields,
             **told,
         }
-        self.write(f".{name}.json", note)
+        self.write(note_of(name), note)
         if before is not None and before != file:
             removed(self.path(before))
         return note
@@ -327,10 +341,10 @@ class Store:
 
     def entries(self, name: str) -> list[str]:
         """What lies here of a saved slot, its note first."""
-        there, note = os.listdir(self.folder), f".{name}.json"
+        there, note = os.listdir(self.folder), note_of(name)
         saved = [SAVED.match(entry) for entry in sorted(there)]
         own = [match.group() for match in saved if match and match.group(1) == name]
-        return [note, *own] if note in there else own
+        return [note, *own] if note in there and not is_reserved(name) else own
 
     def clear(self) -> list[str]:
         """Removes what belongs to no saved slot: files without a note, and old unfinished ones.

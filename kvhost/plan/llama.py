@@ -76,14 +76,15 @@ def _file(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             "fetch it again, or set model_source to another",
         )
     elif model.data.blocked_by or model.data.closed:
-        by = model.data.blocked_by
+        by, folder = model.data.blocked_by, path.rpartition("/")[0]
+        closed = [f"{folder}/{name}" for name in model.data.closed]
         yield Refusal(
             "model",
             "model_closed",
             f"the service's user {settings.service_user} cannot read the model",
             f"every directory above {path} passable (x) and the file readable (r) to that user",
-            f"{by} is not passable" if by else f"{path} without that right",
-            f"chmod o+x {by}" if by else f"chmod o+r {path}",
+            f"{by} is not passable" if by else f"{', '.join(closed)} without that right",
+            f"chmod o+x {by}" if by else f"chmod o+r {' '.join(closed)}",
         )
 
 

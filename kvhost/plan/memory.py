@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvhost.llama.need import architecture
+from kvhost.plan import model_need
 from kvhost.plan.gpus import gpu_memory_notes
 from kvhost.plan.host import memory_for_us
 from kvhost.plan.types import GIB, PlanInputs, Refusal, size, unreadable
@@ -43,7 +44,7 @@ def demand(settings: Settings, report: HostReport, facts: PlanInputs) -> Demand:
 def _of_vllm(settings: Settings, report: HostReport, facts: PlanInputs) -> Demand:
     runners = runners_of(settings)
     # on a CPU the ranks of a runner share its weights; with a GPU they pass through memory once
-    weights = len(runners) * weights_bytes(report, facts)
+    weights = len(runners) * weights_bytes(settings, report, facts)
     # each rank of a runner has KV memory of that size; with a GPU it lies in the GPU
     kv = [one.settings.engine_kv_gib * one.ranks for one in runners if facts.cuda is None]
     # l1_gib is the cache server's, for all ranks: with LMCache's server they have none of their own
@@ -59,7 +60,7 @@ def _of_vllm(settings: Settings, report: HostReport, facts: PlanInputs) -> Deman
 
 
 def _of_llama(settings: Settings, report: HostReport, facts: PlanInputs) -> Demand:
-    weights, slots = weights_bytes(report, facts), settings.llama_slots
+    weights, slots = weights_bytes(settings, report, facts), settings.llama_slots
     # all of it is allocated when it starts
     tokens = settings.max_model_len * slots
     kv = facts.model.kv_bytes_per_token * tokens if facts.model else 0
@@ -78,13 +79,12 @@ def _words(count: int) -> str:
     return size(count) if count else "not known"
 
 
-def weights_bytes(report: HostReport, facts: PlanInputs) -> int:
-    """Of an architecture that is not known the files' own bytes still count; 0 while there are no
-    files yet."""
+def weights_bytes(settings: Settings, report: HostReport, facts: PlanInputs) -> int:
+    """Of an architecture that is not known the weights still count; 0 while there are no files
+    yet."""
     if facts.model is not None:
         return facts.model.weights_bytes
-    files = report.model.data.files if report.model.data else []
-    return sum(file.bytes for file in files if file.name.endswith((".safetensors", ".gguf")))
+    return model_need.weights_bytes(report.model.data, settings) if report.model.data else 0
 
 
 def memory_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
@@ -118,7 +118,11 @@ def memory_notes(settings: Settings, report: HostReport, facts: PlanInputs) -> I
 
 
 def _not_known(settings: Settings, report: HostReport, facts: PlanInputs) -> str:
-    what = "How much KV the model takes" if weights_bytes(report, facts) else "The model's size"
+    what = (
+        "How much KV the model takes"
+        if weights_bytes(settings, report, facts)
+        else "The model's size"
+    )
     why = _why_not(settings, report)
     return f"{what} is not known ({why}): memory was checked without it."
 

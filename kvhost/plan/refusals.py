@@ -383,3 +383,13 @@ def _model_dir(settings: Settings, report: HostReport) -> Iterator[Refusal]:
             else f"{counted(len(model.data.closed), 'file')} without that right: {closed}",
             f"chmod o+x {by}" if by else f"chmod o+r {path}/*",
         )
+    elif (told := model.data.weights.data) is not None and told.missing:
+        some = ", ".join(told.missing[:3]) + (", …" if len(told.missing) > 3 else "")
+        yield Refusal(
+            "model",
+            "no_model",
+            "files of the model's weights are missing",
+            f"all files that the index of the weights at {path} names",
+            f"{counted(len(told.missing), 'file')} not there: {some}",
+            "fetch them: the download was broken off",
+        )

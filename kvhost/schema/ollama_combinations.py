@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,17 @@ def _of_another_runner(s: Settings) -> _Found:
         yield _found(("runner", "model_source"), what, "runner = 'ollama', or org/name on the hub")
 
 
+#: a part of a split model, as llama.cpp names them
+_PART = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.gguf$", re.IGNORECASE)
+
+
 def _model(s: Settings) -> _Found:
+    if s.model_source.startswith("/") and _PART.search(s.model_source):
+        yield _found(
+            ("runner", "model_source"),
+            "a part of a split model is named, and Ollama makes a model of one file",
+            "one file: llama-gguf-split --merge puts them together; or runner = 'llama_server'",
+        )
     if is_ollama_name(s.model_source) or s.model_source.startswith("/"):
         return
     named = "builtin (the default)" if s.model_source == "builtin" else repr(s.model_source)

@@ -205,6 +205,12 @@ def model_source(value: str) -> str:
                 f"letters, digits and . _ - alone, not {short(value)}",
                 "controller:models/llama",
             )
+        if value.lower().endswith(".gguf"):
+            raise Refusal(
+                "after controller: must be a model's directory; a .gguf file, which may have more "
+                f"parts, is not sent and must lie on the host, not {short(value)}",
+                "/srv/models/llama-8b-q4_k_m.gguf",
+            )
         return value
     if value.startswith("/"):
         return host_path(value)

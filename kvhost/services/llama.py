@@ -1,5 +1,6 @@
 """The services of a host with runner = "llama_server": the server, the keeper of its slots and the
-pruner. Pure. The model is one .gguf file; the tier's files are the server's own, one a slot.
+pruner. Pure. The model is one .gguf file (of a split one the first); the tier's files are the
+server's own, one a slot.
 """
 
 from __future__ import annotations

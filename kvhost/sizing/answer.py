@@ -7,8 +7,10 @@ from typing import Any
 
 from kvhost.plan.gpus import GPU_MEMORY_PART, GPU_RESERVE_BYTES
 from kvhost.sizing.arch import Architecture, architecture_of
+from kvhost.sizing.declared import declared_kv_dtype
 from kvhost.sizing.kv_bytes import (
     BLOCK_BYTES,
+    COMPUTED,
     Fit,
     KvSize,
     SizeError,
@@ -23,9 +25,6 @@ from kvhost.sizing.kv_bytes import (
     times_of,
 )
 from kvhost.sizing.model import ModelFiles
-
-#: where a model says nothing of its dtype; vLLM serves float32 weights as bfloat16 too
-COMPUTED = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def answer(question: Question) -> Answer:
     """Raises UnknownArchitecture or SizeError: what cannot be told exactly, and is not guessed."""
     found = architecture_of(question.model.config)
     computed = _computed(found)
-    asked = computed if question.kv_dtype == "auto" else dtype_named(question.kv_dtype)
+    declared = declared_kv_dtype(question.model.config, found) if _is_auto(question) else None
+    asked = declared or (computed if _is_auto(question) else dtype_named(question.kv_dtype))
     kv = size_of(
         found, asked, state_dtype=computed, recurrent=question.recurrent, ranks=question.ranks
     )
@@ -85,7 +85,16 @@ def answer(question: Question) -> Answer:
         times = tuple(times_of(kv, tokens, speeds) for tokens in steps(1024, max(1024, last)))
         even = break_even(kv, speeds, question.chunk)
     notes = tuple(_notes(question, found, kv, weights))
+    if declared:
+        notes = (
+            f"The checkpoint itself declares its KV in fp8, which auto takes ({asked}).",
+            *notes,
+        )
     return Answer(question, found, kv, session, weights, short, fits, times, even, needed, notes)
+
+
+def _is_auto(question: Question) -> bool:
+    return question.kv_dtype == "auto"
 
 
 def _computed(found: Architecture) -> str:
@@ -111,6 +120,11 @@ def _fits(
 
 def _notes(question: Question, found: Architecture, kv: KvSize, weights: int | None) -> list[str]:
     notes = []
+    if missing := question.model.missing:
+        notes.append(
+            f"Files of the weights are missing ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}): their size is what the index says of all."
+        )
     if question.gpu_bytes is not None and weights is None:
         notes.append("The weights do not lie beside config.json: say how large they are "
                      "(--weights-gib) to see what fits into the GPU.")  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhost.sizing import state as sizing_state
+from kvhost.sizing.defaults import filled_in
 from kvhost.sizing.layer import (
     Config,
     Kind,
@@ -45,10 +46,10 @@ class Architecture:
 
 def architecture_of(config: Config) -> Architecture:
     """Raises UnknownArchitecture, with what is missing, for what cannot be told exactly."""
-    top = config
+    top, nested = config, isinstance(config.get("text_config"), Mapping)
     if not isinstance(config.get("text_config"), Mapping | None):
         raise UnknownArchitecture("text_config of config.json is no object")
-    if isinstance(config.get("text_config"), Mapping):  # a model that also sees or hears
+    if nested:  # a model that also sees or hears
         config = {**config["text_config"]}
         config.setdefault("model_type", _TEXT_PART.get(str(top.get("model_type")), ""))
     name = str(config.get("model_type") or "")
@@ -59,8 +60,11 @@ def architecture_of(config: Config) -> Architecture:
             "guessed. Known: " + ", ".join(sorted(READERS))
         )
     try:
+        config = filled_in(config, name, nested=nested)
         found = _together(read(config))
         heads = maybe(config, "num_attention_heads", "n_head", "decoder_attention_heads")
+        if heads is None and any(layer.kind != "state" for layer in found):
+            raise KeyError("num_attention_heads")  # by which ranks share it
         context = maybe(config, "max_position_embeddings", "n_positions", "max_target_positions")
     except KeyError as error:
         raise UnknownArchitecture(
@@ -70,7 +74,7 @@ def architecture_of(config: Config) -> Architecture:
         raise UnknownArchitecture(f"config.json of {name!r}: {error}") from error
     if not found:
         raise UnknownArchitecture(f"config.json of {name!r} names no layer that keeps a cache")
-    told = (config.get("dtype"), config.get("torch_dtype"), top.get("torch_dtype"))
+    told = (place.get(key) for place in (config, top) for key in ("dtype", "torch_dtype"))
     dtype = next((one for one in told if one is not None), None)
     if dtype is not None and not isinstance(dtype, str):
         raise UnknownArchitecture(f"config.json of {name!r}: its dtype is no text")
@@ -78,7 +82,14 @@ def architecture_of(config: Config) -> Architecture:
 
 
 #: the model_type of the text part where config.json leaves it out
-_TEXT_PART = {"gemma3": "gemma3_text", "llava": "llama", "mistral3": "mistral"}
+_TEXT_PART = {
+    **{name: f"{name}_text" for name in (
+        "gemma3", "gemma3n", "gemma4", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+        "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    )},
+    "llava": "llama",
+    "mistral3": "mistral",
+}  # fmt: skip
 
 
 def _together(layers: list[Layer]) -> tuple[Layer, ...]:
@@ -120,15 +131,16 @@ def _switched_window(config: Config) -> list[Layer]:
     return _full(config)
 
 
-def _mixed(every: int, *, default_head: int | None = None) -> Reader:
-    """Windows in some layers: those that layer_types names; else all but every Nth one."""
+def _mixed(every: int | None = None) -> Reader:
+    """Windows in some layers: those that layer_types names; else all but every Nth one, which
+    sliding_window_pattern says where the family has that key."""
 
     def read(config: Config) -> list[Layer]:
-        if default_head:
-            config = {"head_dim": default_head, **config}
+        if config.get("use_bidirectional_attention"):
+            raise ValueError("use_bidirectional_attention is set, with other windows")
         kinds: list[Any] | None = config.get("layer_types")
         if kinds is None:
-            pattern = maybe(config, "sliding_window_pattern", "_sliding_window_pattern") or every
+            pattern = every or number(config, "sliding_window_pattern")
             kinds = [
                 "sliding_attention" if (index + 1) % pattern else "full_attention"
                 for index in range(layer_count(config))
@@ -138,23 +150,23 @@ def _mixed(every: int, *, default_head: int | None = None) -> Reader:
     return read
 
 
-def _gemma3(config: Config) -> list[Layer]:
-    # what early config.json files leave out (transformers, Gemma3TextConfig)
-    defaults = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 26}
-    return _mixed(6, default_head=256)({**defaults, "sliding_window": 4096, **config})
-
-
 def _cohere2(config: Config) -> list[Layer]:
     # the window does not count the token itself; vLLM's does
-    return _mixed(4)({**config, "sliding_window": number(config, "sliding_window") + 1})
+    return _mixed()({**config, "sliding_window": number(config, "sliding_window") + 1})
 
 
 def _gemma_shared(config: Config) -> list[Layer]:
-    """Gemma 3n and 4: the last layers use the cache of earlier ones; 4: two head sizes."""
+    """Gemma 3n and 4: the last layers use the cache of earlier ones; 4: two head sizes, and the
+    last layer is never one with a window."""
     own = layer_count(config) - (maybe(config, "num_kv_shared_layers") or 0)
+    two_sizes, kinds = "global_head_dim" in config, list(whole(config, config["layer_types"]))
+    if two_sizes:
+        kinds[-1] = "full_attention"
+        if config.get("use_bidirectional_attention") == "all":
+            raise ValueError("use_bidirectional_attention is set, with other windows")
     found = []
-    for kind in whole(config, config["layer_types"])[:own]:
-        if kind == "full_attention" and config.get("global_head_dim"):
+    for kind in kinds[:own]:
+        if kind == "full_attention" and two_sizes:
             config_of = {**config, "head_dim": number(config, "global_head_dim")}
             if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
                 config_of["num_key_value_heads"] = config["num_global_key_value_heads"]
@@ -165,11 +177,12 @@ def _gemma_shared(config: Config) -> list[Layer]:
 
 
 def _llama4(config: Config) -> list[Layer]:
-    """Chunked attention in the layers with rope, which is all but every fourth."""
+    """Chunked attention in the layers with rope, which is all but every Nth."""
     kinds = config.get("layer_types")
     if kinds is None:
+        every = number(config, "no_rope_layer_interval")
         rope = config.get("no_rope_layers") or [
-            int((index + 1) % 4 != 0) for index in range(layer_count(config))
+            int((index + 1) % every != 0) for index in range(layer_count(config))
         ]
         kinds = ["chunked_attention" if one else "full_attention" for one in rope]
     return [of_kind(config, kind) for kind in whole(config, kinds)]
@@ -223,18 +236,21 @@ def _whisper(config: Config) -> list[Layer]:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
-        ("llama", "granite", "granitemoe", "gpt2", "opt", "gpt_neox", "gptj", "olmo", "olmo2",
-         "olmoe", "stablelm", "qwen2_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text",
-         "seed_oss", "nemotron", "internlm2", "internlm3"),
+        ("llama", "gemma", "granite", "granitemoe", "gpt2", "opt", "gpt_neox", "gptj", "olmo",
+         "olmo2", "olmoe", "stablelm", "qwen3_vl_text", "qwen3_vl_moe_text", "cohere", "seed_oss",
+         "nemotron", "internlm2", "internlm3"),
         _full,
     ),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2"), _plain),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _switched_window),
-    "gemma": _mixed(1, default_head=256),
-    "gemma2": _mixed(2, default_head=256),
-    "gemma3_text": _gemma3,
+    # qwen2_vl and qwen2_5_vl: their config.json, with the text part's keys at its top
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text",
+         "qwen2_vl", "qwen2_5_vl"),
+        _switched_window,
+    ),
+    **dict.fromkeys(("gemma2", "gpt_oss"), _mixed(2)),
+    "gemma3_text": _mixed(),
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), _gemma_shared),
-    "gpt_oss": _mixed(2, default_head=64),
     "cohere2": _cohere2,
     "llama4_text": _llama4,
     **dict.fromkeys(("gpt_bigcode", "falcon"), _multi_query),
@@ -248,7 +264,8 @@ READERS: dict[str, Reader] = {
     "falcon_h1": sizing_state.falcon_h1,
     "nemotron_h": sizing_state.nemotron_h,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), sizing_state.gated_delta),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), sizing_state.short_convolution),
+    "lfm2": sizing_state.lfm2,
+    "lfm2_moe": sizing_state.lfm2_moe,
     "kimi_linear": sizing_state.kimi_linear,
     "whisper": _whisper,
 }  # fmt: skip

@@ -17,9 +17,13 @@ from kvhost.sizing.layer import Layer
 
 #: bytes of one element of the KV cache, in vLLM
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+#: what vLLM computes in where a model says nothing of its dtype, or float32 (auto)
+COMPUTED = "bfloat16"
 #: llama.cpp's blocks of 32 elements, in bytes: the scale (and minimum) counted (ggml-common.h)
 BLOCK_BYTES = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
 BLOCK = 32
+#: what vLLM keeps a recurrent state in (MambaDType)
+STATE_DTYPES = ("float32", "float16", "bfloat16")
 _ALIASES = {"fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
             "fp32": "float32", "f32": "float32", "float": "float32"}  # fmt: skip
 DTYPES = (*DTYPE_BYTES, *BLOCK_BYTES)
@@ -36,6 +40,15 @@ def dtype_named(name: str) -> str:
     found = _ALIASES.get(name.lower(), name.lower())
     if found not in DTYPES:
         raise SizeError(f"KV dtype {name!r} is not known; one of {', '.join(_SHOWN)}")
+    return found
+
+
+def state_dtype_named(name: str) -> str:
+    """The one name of a recurrent state's dtype. Raises SizeError for one that vLLM has none of."""
+    found = _ALIASES.get(name.lower(), name.lower())
+    if found not in STATE_DTYPES:
+        known = ", ".join(("auto", *STATE_DTYPES))
+        raise SizeError(f"a state of dtype {name!r:.40}: vLLM keeps it in one of {known}")
     return found
 
 
@@ -143,7 +156,7 @@ def size_of(
             f"{architecture.heads} attention heads cannot be shared out over {ranks} GPUs; take a "
             f"divisor of {architecture.heads}"
         )
-    states = (state_dtype, None if recurrent == "auto" else dtype_named(recurrent))
+    states = (state_dtype, None if recurrent == "auto" else state_dtype_named(recurrent))
     parts = [_part(layer, dtype, states, ranks) for layer in architecture.layers]
     return KvSize(tuple(parts), ranks, dtype)
 
@@ -176,7 +189,7 @@ def _state(layer: Layer, dtype: str, recurrent: str | None, ranks: int) -> int:
     convolution = layer.convolution + groups * layer.group
     if layer.recurrent % ranks or convolution % ranks:
         raise SizeError(f"the state's channels cannot be shared out over {ranks} GPUs")
-    element = element_bytes(recurrent or dtype_named(layer.recurrent_dtype or dtype))
+    element = element_bytes(recurrent or state_dtype_named(layer.recurrent_dtype or dtype))
     return int(convolution // ranks * element_bytes(dtype) + layer.recurrent // ranks * element)
 
 
@@ -195,7 +208,9 @@ def fit(place: str, kv: KvSize, room: int, session: int, *, stored: bool = False
     if stored:
         each = max(1, kv.stored(session))
         left = room - kv.ranks * kv.fixed
-        tokens = max(0, left // (kv.ranks * kv.per_token)) if kv.per_token else None
+        tokens: int | None = 0
+        if left >= 0:
+            tokens = left // (kv.ranks * kv.per_token) if kv.per_token else None
         return Fit(place, room, tokens, max(0, room // each))
     return Fit(place, room, kv.tokens_in(room), max(0, room // max(1, kv.sequence(session))))
 
@@ -242,9 +257,10 @@ def break_even(kv: KvSize, speeds: Speeds, chunk: int) -> int | None:
     return max(1, math.floor(start / gain / chunk) + 1) * chunk
 
 
-def needed_speed(kv: KvSize, prefill: float) -> float:
-    """Bytes a second from which a drive is faster than computing, for a long prefix."""
-    return kv.ranks * kv.per_token * prefill
+def needed_speed(kv: KvSize, prefill: float) -> float | None:
+    """Bytes a second from which a drive is faster than computing, for a long prefix; None where
+    nothing is stored for each token: it depends on the length alone then."""
+    return kv.ranks * kv.per_token * prefill if kv.per_token else None
 
 
 def steps(first: int, last: int) -> Iterable[int]:

@@ -93,7 +93,8 @@ def head_size(config: Config) -> int:
 
 
 def attention(config: Config, window: int | None = None) -> Layer:
-    """MHA, GQA or MQA, with K and V of one size."""
+    """MHA, GQA or MQA, with K and V of one size. What a family has where config.json says nothing
+    was filled in before (defaults.py): KV heads that are not named now are those of the query."""
     heads = maybe(config, "num_key_value_heads", "num_kv_heads")
     if heads is None:
         heads = head_count(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -11,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from kvhost.llama.need import PLAIN, config_of, odd_count
-from kvhost.onhost import gguf
-from kvhost.sizing.kv_bytes import SizeError
+from kvhost.onhost import gguf, model_look
+from kvhost.sizing.kv_bytes import COMPUTED, SizeError
+from kvhost.sizing.weights import weights_in_memory
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What was found of a model. ``weights_bytes``: as stored; None where no weights lie there."""
+    """What was found of a model. ``weights_bytes``: in memory, None where that cannot be told;
+    ``missing``: files of the weights that its index names."""
 
     name: str
     config: Mapping[str, Any]
     weights_bytes: int | None
+    missing: tuple[str, ...] = ()
 
 
 def hub_cache() -> Path:
@@ -56,20 +58,22 @@ def _find(model: str) -> ModelFiles:
             f"(org/name) that lies in {hub_cache()}"
         )
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = model_look.config_of(str(config_path))
     except RecursionError:
         raise SizeError(f"{config_path} is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise SizeError(f"{config_path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise SizeError(f"{config_path} is no JSON object")
-    return ModelFiles(model, config, _weights(config_path.parent))
+    told = model_look.weights_of(str(config_path.parent))
+    found = weights_in_memory(told, config, COMPUTED)
+    return ModelFiles(model, config, found, tuple(told["missing"]))
 
 
 def _gguf(model: str, path: Path) -> ModelFiles:
     """A .gguf file of llama.cpp, by its header."""
     try:
-        told = gguf.read(str(path))
+        told = gguf.read_model(str(path))
     except gguf.NotGguf as error:
         raise SizeError(f"{path}: {error}") from error
     if (odd := odd_count(told)) is not None:
@@ -99,17 +103,3 @@ def _snapshot(model: str) -> Path:
     if not found:
         raise SizeError(f"{model} is no path, and not at hand in {hub_cache()}; nothing is fetched")
     return found[0]
-
-
-def _weights(folder: Path) -> int | None:
-    """Bytes of the safetensors, or what their index says of them."""
-    found = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if found or not index.is_file():
-        return found or None
-    try:
-        told = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    fine = isinstance(told, int | float) and not isinstance(told, bool) and 0 < told < 2**63
-    return int(told) if fine else None

@@ -66,7 +66,7 @@ def granite_hybrid(config: Config) -> list[Layer]:
     inner = number(config, "mamba_expand") * number(config, "hidden_size")
     state = _mamba2(config, inner, _MAMBA2)
     return [
-        state if kind == "mamba" else of_kind(config, kind)
+        state if kind in ("mamba", "linear_attention") else of_kind(config, kind)
         for kind in whole(config, config["layer_types"])
     ]
 
@@ -126,9 +126,16 @@ def gated_delta(config: Config) -> list[Layer]:
     ]
 
 
-def short_convolution(config: Config) -> list[Layer]:
-    """LFM2: a short convolution keeps its last inputs, and nothing else."""
-    channels = maybe(config, "conv_dim") or number(config, "hidden_size")
+def lfm2(config: Config) -> list[Layer]:
+    return _short_convolution(config, number(config, "conv_dim"))
+
+
+def lfm2_moe(config: Config) -> list[Layer]:
+    return _short_convolution(config, number(config, "hidden_size"))
+
+
+def _short_convolution(config: Config, channels: int) -> list[Layer]:
+    """A short convolution keeps its last inputs, and nothing else."""
     state = Layer("state", convolution=channels * (number(config, "conv_L_cache") - 1))
     kinds = config.get("layer_types")
     if kinds is None:

@@ -65,7 +65,7 @@ def render_answer(answer: Answer) -> RenderableType:
         parts += [_fits(answer), Text()]
     if answer.times:
         parts += [_times(answer), Text(_even(answer))]
-    elif answer.needed_speed:
+    elif answer.question.prefill:
         parts.append(Text(_needed(answer)))
     parts += [Text(f"- {note}", "dim") for note in answer.notes]
     return Group(*parts)
@@ -112,7 +112,12 @@ def _even(answer: Answer) -> str:
 
 
 def _needed(answer: Answer) -> str:
-    speed = answer.needed_speed or 0.0
+    speed = answer.needed_speed
+    if speed is None:
+        return (
+            "Only a state is stored, of one size whatever the length: the longer the prefix, the "
+            "slower a drive may be."
+        )
     return (
         f"A drive is faster than computing {answer.question.prefill:,.0f} tokens/s from "
         f"{speed / 1e6:,.0f} MB/s on."
