@@ -26,6 +26,7 @@ from kvhost.commands import measure as cli_measure
 from kvhost.drives.smart import read_smartctl, wear_of
 from kvhost.drives.types import Health
 from kvhost.drives.worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
+from kvhost.onhost import drive_measure
 from tests.sizing_tools import FIXTURES
 
 pytestmark = pytest.mark.runners
@@ -82,6 +83,17 @@ def tier(tmp_path: Path, place: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def plain(place: Path) -> Iterator[Path]:
+    """A tier of nobody's in a directory of the filesystem that this machine has, as it is."""
+    folder = Path("/var/tmp") / place.name
+    folder.mkdir(mode=0o700)
+    account = pwd.getpwnam("nobody")
+    os.chown(folder, account.pw_uid, account.pw_gid)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
 def script(place: Path) -> Path:
     """The script beside those that it imports, as on a host."""
     for one in SCRIPT.parent.glob("drive_*.py"):
@@ -122,6 +134,47 @@ def test_a_tier_is_measured_and_nothing_stays(fio: str, script: Path, tier: Path
     assert json.loads((script.parent / "memory.json").read_text())["time"] == found.time
     assert sorted(one.name for one in tier.iterdir()) == ["ns-aa"]
     assert (ours / "chunk").read_text() == "kept"
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("size", "files"),
+    [(4096, 1000), (84 << 10, 30), (512 << 10, 12), (1031 * 4096, 5), (14 * MIB, 2)],
+)
+def test_many_files_and_files_of_any_size_are_measured(
+    fio: str, script: Path, plain: Path, size: int, files: int
+) -> None:
+    """As many as a small model has; sizes of few and of no round number of pages."""
+    done = run(argv(script, plain, size * files + (1 << 19), **{"file-bytes": size}))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stderr) < 1000, "nobody wants the names of the files"
+    found = parse_measured(json.loads(done.stdout))
+    assert size <= found.file_bytes < 1.02 * size
+    whole = (size * files + (1 << 19)) // found.file_bytes
+    assert whole >= files
+    for rate in (found.write, found.read_files, found.read):
+        assert rate.bytes == whole * found.file_bytes
+    assert not list(plain.iterdir())
+
+
+@pytest.mark.parametrize("pages", [1, 2, 21, 128, 256, 257, 1021, 1024, 1031, 4392, 65536, 99991])
+def test_a_block_is_large_and_a_whole_number_of_them_makes_a_file(pages: int) -> None:
+    asked = pages * 4096
+    block, part = drive_measure.blocks_of(asked)
+    size = drive_measure.whole_size(asked)
+    assert asked <= size < 1.02 * asked
+    assert size % block == block % part == part % 4096 == 0
+    assert min(asked, 2 * MIB) <= block <= 4 * MIB and min(asked, MIB // 4) <= part <= MIB
+    assert drive_measure.blocks_of(size) == (block, part)
+
+
+def test_files_that_were_not_written_to_their_end_are_not_read(tmp_path: Path) -> None:
+    for number, size in enumerate((8192, 8192, 4096, 8192)):
+        (tmp_path / f"f.{number}").write_bytes(b"x" * size)
+    with (tmp_path / "f.4").open("wb") as sparse:
+        sparse.truncate(8192)
+    assert drive_measure.whole_files(tmp_path, 8192) == 2
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["f.0", "f.1"]
 
 
 @pytest.fixture
@@ -211,18 +264,18 @@ def test_what_a_killed_run_left_is_emptied_and_another_run_waits(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"write-bytes": 1000}, "one file or more"),
+        ({"write-bytes": 1000}, "4194304 bytes here: --write-gib 0.004 or more"),
         ({"file-bytes": 4097}, "multiple of 4096"),
-        ({"write-bytes": 1 << 44, "file-bytes": 1 << 20}, "more than 4096 files"),
+        ({"write-bytes": 1 << 44, "file-bytes": 1 << 20}, "than 65536: --write-gib 64 at most"),
         ({"keep-bytes": 1 << 50}, "to stay free"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_write(
-    fio: str, script: Path, tier: Path, more: dict[str, int | str], words: str
+    fio: str, script: Path, plain: Path, more: dict[str, int | str], words: str
 ) -> None:
-    done = run(argv(script, tier, **{"write": 64 * MIB, **more}))  # type: ignore[arg-type]
+    done = run(argv(script, plain, **{"write": 64 * MIB, **more}))  # type: ignore[arg-type]
     assert done.returncode == 1 and words in done.stderr and not done.stdout
-    assert not list(tier.iterdir())
+    assert not list(plain.iterdir())
 
 
 @root_only

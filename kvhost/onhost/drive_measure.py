@@ -39,8 +39,12 @@ MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "9p", "afs",
                      "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs",
                      "fuse.s3fs", "fuse.rclone", "fuse.mfs", "fuse.ceph", "virtiofs"})  # fmt: skip
-#: no more files than this are written and read, whatever their size
-MOST_FILES = 4096
+#: no more files than this are written and read, whatever their size: fio holds them all in memory
+MOST_FILES = 1 << 16
+#: the largest of one request; and of the stream, where 16 of them are on their way at once
+MOST_BLOCK, MOST_STREAM = 4 << 20, 1 << 20
+PAGE = 4096
+GIB = 1 << 30
 PR_SET_PDEATHSIG = 1
 
 
@@ -217,30 +221,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return jobs(folder, options)
 
 
+def blocks_of(file_bytes: int) -> tuple[int, int]:
+    """Bytes of a request for whole files, and of one of the stream, pages all: a whole number of
+    either makes a file, for fio leaves out what is no whole block. That file may be a few pages
+    larger than was asked: of an odd number of pages the only parts may be single pages."""
+    parts = 1 if file_bytes <= MOST_STREAM else MOST_BLOCK // MOST_STREAM
+    parts_of_file = -(-file_bytes // MOST_BLOCK) * parts
+    part = -(-file_bytes // (parts_of_file * PAGE)) * PAGE
+    return part * parts, part
+
+
+def whole_size(file_bytes: int) -> int:
+    """Bytes of a file as it is written: so many whole blocks that it holds that much."""
+    block, _ = blocks_of(file_bytes)
+    return -(-file_bytes // block) * block
+
+
+def gib(count: int) -> str:
+    """As --write-gib takes it, and not less than that."""
+    return f"{-(-count * 1000 // GIB) / 1000:g}"
+
+
 def jobs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    files = max(1, options.write_bytes // options.file_bytes)
+    size = whole_size(options.file_bytes)
+    block, part = blocks_of(options.file_bytes)
+    files = options.write_bytes // size
     data = folder / "data"
     data.mkdir()
-    block = 4 << 20
-    while options.file_bytes % block:  # fio leaves out what is no whole block
-        block //= 2
-    common = [f"--directory={data}", f"--runtime={options.seconds}", "--invalidate=1"]
+    # names are made, not listed: fio takes 4096 characters of them
+    common = [f"--directory={data}", "--filename_format=f.$filenum", f"--runtime={options.seconds}",
+              "--invalidate=1", "--file_service_type=sequential"]  # fmt: skip
     found: dict[str, Any] = {"direct": True}
-    say(f"writing {files} files of {options.file_bytes} bytes, at most {options.seconds} s")
-    write = [
-        "--rw=write",
-        f"--nrfiles={files}",
-        f"--filesize={options.file_bytes}",
-        f"--size={files * options.file_bytes}",
-        "--file_service_type=sequential",
-        "--openfiles=1",
-        "--end_fsync=1",
-        f"--bs={block}",
-        "--filename_format=f.$filenum",
-        f"--write_bw_log={folder / 'write'}",
-        "--log_avg_msec=500",
-        "--per_job_logs=0",
-    ]
+    say(f"writing {files} files of {size} bytes, at most {options.seconds} s")
+    write = [*of_files(files, size), "--rw=write", "--openfiles=1", "--end_fsync=1",
+             f"--bs={block}", f"--write_bw_log={folder / 'write'}", "--log_avg_msec=500",
+             "--per_job_logs=0"]  # fmt: skip
     try:
         answer = run_fio(folder, "write", *common, "--direct=1", *write)
     except Refused as why:
@@ -250,65 +265,55 @@ def jobs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         answer = run_fio(folder, "write", *common, "--direct=0", *write)
     found["fio"] = answer["fio version"]
     found["write"] = {**rate(answer, "write"), "series": series(folder / "write_bw.log")}
-    kept = whole_files(data, options.file_bytes)
-    if not kept:
+    whole = whole_files(data, size)
+    if not whole:
         raise Refused(
-            f"not one file of {options.file_bytes} bytes was written in "
+            f"not one file of {size} bytes was written in "
             f"{options.seconds} s: {found['write']['bytes_per_s']} bytes a second"
         )
-    names = f"--filename={':'.join(kept)}"
-    size = f"--size={len(kept) * options.file_bytes}"
-    say(f"reading {len(kept)} whole files")
-    answer = run_fio(
-        folder,
-        "files",
-        *common,
-        names,
-        size,
-        "--rw=read",
-        "--direct=0",
-        f"--bs={block}",
-        "--file_service_type=sequential",
-        "--openfiles=1",
-        "--ioengine=psync",
-    )
-    found["read_files"] = rate(answer, "read")
+    read = [*common, *of_files(whole, size), "--rw=read"]
+    say(f"reading {whole} whole files")
+    one_by_one = ("--direct=0", f"--bs={block}", "--openfiles=1", "--ioengine=psync")
+    found["read_files"] = rate(run_fio(folder, "files", *read, *one_by_one), "read")
     say("reading in a stream")
-    answer = run_fio(
-        folder,
-        "stream",
-        *common,
-        names,
-        size,
-        "--rw=read",
-        "--bs=1m",
-        f"--direct={int(found['direct'])}",
-        "--ioengine=libaio",
-        "--iodepth=16",
-        "--file_service_type=sequential",
-    )
-    found["read"] = rate(answer, "read")
+    # 16 requests may be of as many files; all of them open would be more than a user may have
+    at_once = (f"--direct={int(found['direct'])}", f"--bs={part}", "--openfiles=32",
+               "--ioengine=libaio", "--iodepth=16")  # fmt: skip
+    found["read"] = rate(run_fio(folder, "stream", *read, *at_once), "read")
     return found
 
 
-def whole_files(data: Path, size: int) -> list[str]:
-    """Names of the files that were written to their end; the others are removed, so that no job
-    writes them on."""
-    kept = []
-    for one in sorted(data.iterdir()):
-        if one.stat().st_blocks * 512 >= size and one.stat().st_size == size:
-            kept.append(one.name)
-        else:
+def of_files(count: int, size: int) -> list[str]:
+    return [f"--nrfiles={count}", f"--filesize={size}", f"--size={count * size}"]
+
+
+def whole_files(data: Path, size: int) -> int:
+    """How many files, from f.0 on, were written to their end; all others are removed, so that no
+    job writes them on."""
+    whole = 0
+    while True:
+        one = data / f"f.{whole}"
+        if not one.exists() or one.stat().st_size != size or one.stat().st_blocks * 512 < size:
+            break
+        whole += 1
+    for one in data.iterdir():
+        if int(one.name.removeprefix("f.")) >= whole:
             one.unlink()
-    return kept[:MOST_FILES]
+    return whole
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Where the tier lies. Raises Refused before anything is written."""
-    if not 0 < options.file_bytes <= options.write_bytes or options.file_bytes % 4096:
-        raise Refused("--write-bytes: one file or more; --file-bytes: a multiple of 4096")
-    if options.write_bytes // options.file_bytes > MOST_FILES:
-        raise Refused(f"more than {MOST_FILES} files: a smaller --write-bytes, or larger files")
+    if options.file_bytes <= 0 or options.file_bytes % PAGE:
+        raise Refused(f"--file-bytes: a multiple of {PAGE}")
+    size = whole_size(options.file_bytes)
+    if options.write_bytes < size:
+        raise Refused(f"a file of the cache has {size} bytes here: --write-gib {gib(size)} or more")
+    if options.write_bytes // size > MOST_FILES:
+        raise Refused(
+            f"the cache has files of {size} bytes here; of those that is more than {MOST_FILES}: "
+            f"--write-gib {MOST_FILES * size / GIB:g} at most"
+        )
     try:
         there = os.lstat(options.tier)
     except OSError as why:
@@ -410,7 +415,8 @@ def main() -> int:
     except (Refused, OSError, KeyError, ValueError) as why:
         say(f"drive_measure: {why}")
         return 1
-    where.update(schema=1, file_bytes=options.file_bytes, before=before, after=after, **found)
+    size = whole_size(options.file_bytes)
+    where.update(schema=1, file_bytes=size, before=before, after=after, **found)
     print(json.dumps(where))
     return 0
 
