@@ -23,10 +23,11 @@ from click.testing import CliRunner
 
 from kvhost import cli
 from kvhost.commands import measure as cli_measure
-from kvhost.drives.smart import read_smartctl, wear_of
+from kvhost.drives.smart import wear_of
 from kvhost.drives.types import Health
 from kvhost.drives.worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
-from kvhost.onhost import drive_measure
+from kvhost.onhost import drive_health, drive_measure
+from kvhost.onhost.drive_health import read_smartctl
 from tests.sizing_tools import FIXTURES
 
 pytestmark = pytest.mark.runners
@@ -96,7 +97,7 @@ def plain(place: Path) -> Iterator[Path]:
 @pytest.fixture
 def script(place: Path) -> Path:
     """The script beside those that it imports, as on a host."""
-    for one in SCRIPT.parent.glob("drive_*.py"):
+    for one in (*SCRIPT.parent.glob("drive_*.py"), SCRIPT.with_name("bounded.py")):
         shutil.copy(one, place)
     return place / SCRIPT.name
 
@@ -407,6 +408,33 @@ def test_writes_a_day_are_those_since_the_last_measurement() -> None:
 def test_each_sign_of_wear_is_warned_of(edits: dict[str, int], code: str) -> None:
     wear = wear_of(Health(**{**HEALTH, **edits}), None, tbw=600e12)
     assert [one for one, _ in wear.warnings] == [code]
+
+
+def test_a_smartctl_that_hangs_or_prints_nonsense_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "smartctl"
+    monkeypatch.setattr("shutil.which", lambda name, path: str(program))
+    monkeypatch.setattr(drive_health, "SMARTCTL_S", 0.3)
+    for words, why in (
+        ("sleep 60", "smartctl: it has not ended within 0.3 s"),
+        ("echo x", "did not print a JSON object"),
+        ("""head -c 100000 /dev/zero | tr '\\0' '['""", "did not print a JSON object"),
+    ):
+        program.write_text(f"#!/bin/sh\n{words}\n")
+        program.chmod(0o755)
+        found = drive_health.look_at("sdzz")
+        assert why in found["why"] and found["transport"] == "scsi"
+        parse_measured({**RECORDED["nvme"], "after": [found]})
+
+
+@root_only
+def test_what_cannot_be_kept_loses_no_measurement(
+    fio: str, script: Path, plain: Path, tmp_path: Path
+) -> None:
+    done = run(argv(script, plain, 8 * MIB, memory=str(tmp_path / "none" / "memory.json")))
+    assert done.returncode == 0 and "not kept for the next measurement" in done.stderr
+    assert parse_measured(json.loads(done.stdout)).write.bytes == 8 * MIB
 
 
 def test_smartctl_of_real_drives() -> None:

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from kvhost.cli import main as kvhost_main
 from kvhost.commands import monitoring as cli_monitoring
-from kvhost.onhost import drive_sys, metrics
+from kvhost.onhost import drive_health, drive_sys, metrics
 from kvhost.onhost.launch_children import boot_id
 from kvhost.schema.runners import MoreRunner
 from kvhost.services import monitoring
@@ -237,6 +237,44 @@ def test_what_cannot_be_read_is_left_out_and_said(
     assert not left_out
     assert found['kvhost_service_up{service="cache"}'] == 0, "it runs, but does not answer"
     assert found['kvhost_service_up{service="runner"}'] == 0, "it answers, but is not ours"
+
+
+def no_http(page: Page) -> None:
+    page.wfile.write(b"SSH-2.0-x\r\n")
+
+
+def drips(page: Page) -> None:
+    page.send_response(200)
+    page.end_headers()
+    for _ in range(100):
+        page.wfile.write(b"# a line\n")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("hangs", ["smartctl", no_http, drips])
+def test_what_never_answers_or_is_no_page_ends_no_pass(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: Any
+) -> None:
+    """All alerts rest on the file of this pass."""
+    unread = ["drive"]
+    if hangs == "smartctl":
+        program = tmp_path / "smartctl"
+        program.write_text("#!/bin/sh\nsleep 60\n")
+        program.chmod(0o755)
+        monkeypatch.setattr("shutil.which", lambda name, path: str(program))
+        monkeypatch.setattr(drive_health, "SMARTCTL_S", 0.3)
+        monkeypatch.setattr(metrics, "look_at", drive_health.look_at)
+        monkeypatch.setattr(metrics, "names_below", lambda where: ["sdzz"])
+    else:
+        monkeypatch.setattr(Page, "do_GET", hangs)
+        monkeypatch.setattr(metrics, "PAGE_S", 0.5)
+        unread = ["cache", "runner"]
+    began = time.monotonic()
+    found = host.collect(monkeypatch)
+    assert time.monotonic() - began < 5
+    for source in ("drive", "cache", "runner", "pruner", "verdict"):
+        assert found[f'kvhost_source_readable{{source="{source}"}}'] == (source not in unread)
+    assert found["kvhost_tier_files"] == 3
 
 
 @pytest.mark.parametrize("told", ["[]", "{", '{"time": "x"}', '{"time": 5, "persisted": "PASS"}',

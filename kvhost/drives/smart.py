@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhost.drives.types import Health
+from kvhost.onhost.drive_health import read_smartctl
 
 #: years that are left below which a drive's wear is warned of
 FEW_YEARS = 3.0
@@ -80,43 +81,3 @@ def _warnings(
             f"{wear.years_left:.1f} years left: {wear.per_day / 1e12:.2f} TB are written a day, "
             f"{(wear.written or 0) / 1e12:.0f} of {(wear.rated or 0) / 1e12:.0f} TB so far",
         )
-
-
-def read_smartctl(told: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Bytes written, hours, percent used, of `smartctl -j -a` (ATA and NVMe); None: not told.
-
-    Of ATA, the device statistics count, whose units are a standard (ACS-4, log 04h); attribute 241
-    only where its name says that its unit is a sector: makers use others too.
-    """
-    log = told.get("nvme_smart_health_information_log")
-    if isinstance(log, Mapping):
-        units = log.get("data_units_written")
-        written = units * 512_000 if isinstance(units, int) else None
-        return written, _whole(log.get("power_on_hours")), _whole(log.get("percentage_used"))
-    sector = _whole(told.get("logical_block_size")) or 512
-    hours = _whole(told.get("power_on_time", {}).get("hours"))
-    sectors = _statistic(told, "Logical Sectors Written")
-    if sectors is None:
-        sectors = next(
-            (
-                _whole(row.get("raw", {}).get("value"))
-                for row in told.get("ata_smart_attributes", {}).get("table", [])
-                if row.get("id") == 241 and row.get("name") == "Total_LBAs_Written"
-            ),
-            None,
-        )
-    percent = _statistic(told, "Percentage Used Endurance Indicator")
-    return sectors * sector if sectors is not None else None, hours, percent
-
-
-def _statistic(told: Mapping[str, Any], name: str) -> int | None:
-    """A value of ATA's device statistics that is marked valid."""
-    for page in told.get("ata_device_statistics", {}).get("pages", []):
-        for row in page.get("table", []):
-            if row.get("name") == name and row.get("flags", {}).get("valid", True):
-                return _whole(row.get("value"))
-    return None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

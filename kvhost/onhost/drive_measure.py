@@ -19,7 +19,6 @@ import os
 import pwd
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -30,8 +29,10 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import drive_sys
-else:  # it lies beside this file on a host, where there is no package kvhost
+    from kvhost.onhost.drive_health import look_at
+else:  # they lie beside this file on a host, where there is no package kvhost
     import drive_sys
+    from drive_health import look_at
 
 FOLDER = ".kvhost-measure"
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -74,56 +75,6 @@ def disks_below(name: str) -> list[str]:
     found = drive_sys.below(name)
     return [one for one in found if not drive_sys.is_partition(one)
             and not drive_sys.entries(drive_sys.block(one, "slaves"))]  # fmt: skip
-
-
-def look_at(name: str) -> dict[str, Any]:
-    """Model, way, link, health and time spent too hot of one disk. What cannot be read says why."""
-    found: dict[str, Any] = {"name": name, "model": None, "serial": None}
-    found["transport"] = drive_sys.transport(name)
-    with contextlib.suppress(OSError, ValueError):
-        identity = drive_sys.identity(name)
-        found.update(model=identity["model"], serial=identity["serial"])
-    found["link"] = drive_sys.pcie(name) if name.startswith("nvme") else None
-    found["rotational"] = drive_sys.text(drive_sys.block(name, "queue/rotational")) == "1"
-    found["health"], found["thermal"], found["why"] = None, None, None
-    try:
-        if name.startswith("nvme"):
-            found["health"], found["thermal"] = nvme_health(name)
-        else:
-            found["smartctl"] = smartctl(name)
-    except (OSError, ValueError) as why:
-        found["why"] = str(why)
-    return found
-
-
-def nvme_health(name: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The SMART log; seconds and transitions of thermal management (NVMe base, log page 02h)."""
-    fd = os.open(f"/dev/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        log = drive_sys.smart_log(fd)
-    finally:
-        os.close(fd)
-    warning, critical = struct.unpack_from("<II", log, 192)  # minutes
-    first, second, first_s, second_s = struct.unpack_from("<IIII", log, 216)
-    thermal = {"warning_min": warning, "critical_min": critical, "throttled": first + second,
-               "throttled_s": first_s + second_s}  # fmt: skip
-    return drive_sys.parse_smart(log), thermal
-
-
-def smartctl(name: str) -> dict[str, Any] | None:
-    """What smartctl says, as JSON; None where it is not installed."""
-    program = shutil.which("smartctl", path="/usr/sbin:/usr/bin:/sbin:/bin")
-    if program is None:
-        return None
-    done = subprocess.run([program, "-j", "-a", f"/dev/{name}"], stdout=subprocess.PIPE,
-                          timeout=60, check=False)  # fmt: skip
-    loaded = json.loads(done.stdout)
-    if not isinstance(loaded, dict):
-        raise ValueError("smartctl did not print a JSON object")
-    kept = ("device", "smart_status", "temperature", "power_on_time", "ata_smart_attributes",
-            "ata_device_statistics", "logical_block_size", "endurance_used", "smartctl",
-            "nvme_smart_health_information_log", "interface_speed")  # fmt: skip
-    return {key: loaded[key] for key in kept if key in loaded}
 
 
 def fio_command(folder: Path, name: str, *words: str) -> list[str]:
@@ -384,15 +335,14 @@ def remembered(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("schema") == 1 else None
 
 
-def remember(path: Path, disks: list[dict[str, Any]]) -> dict[str, Any]:
+def remember(path: Path, disks: list[dict[str, Any]], now: int) -> None:
     """Kept for the next measurement, so that it can tell what was written in between."""
     written = {disk["serial"]: disk["health"]["bytes_written"]
                for disk in disks if disk["serial"] and disk["health"]}  # fmt: skip
-    kept = {"schema": 1, "time": int(time.time()), "written": written}
+    kept = {"schema": 1, "time": now, "written": written}
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(kept) + "\n")
     new.replace(path)
-    return kept
 
 
 def main() -> int:
@@ -410,13 +360,17 @@ def main() -> int:
         where["previous"] = remembered(options.memory)
         before = [look_at(name) for name in where["disks"]]
         found = as_user(options)
-        after = [look_at(name) for name in where["disks"]]
-        where["time"] = remember(options.memory, after)["time"]
     except (Refused, OSError, KeyError, ValueError) as why:
         say(f"drive_measure: {why}")
         return 1
+    # what was measured has worn the drive: nothing that fails now may lose it
+    after, now = [look_at(name) for name in where["disks"]], int(time.time())
+    try:
+        remember(options.memory, after, now)
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        say(f"drive_measure: not kept for the next measurement: {why}")
     size = whole_size(options.file_bytes)
-    where.update(schema=1, file_bytes=size, before=before, after=after, **found)
+    where.update(schema=1, time=now, file_bytes=size, before=before, after=after, **found)
     print(json.dumps(where))
     return 0
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import calendar
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -32,13 +33,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import drive_sys
-    from kvhost.onhost.drive_measure import disks_below, look_at, mount_of
+    from kvhost.onhost.drive_health import look_at
+    from kvhost.onhost.drive_measure import disks_below, mount_of
     from kvhost.onhost.launch_children import boot_id
     from kvhost.onhost.services_host import alive
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import drive_sys
-    from drive_measure import disks_below, look_at, mount_of
+    from drive_health import look_at
+    from drive_measure import disks_below, mount_of
     from launch_children import boot_id
     from services_host import alive
 
@@ -138,8 +141,16 @@ def verdict(base: str) -> Iterator[Sample]:
 def fetch(url: str) -> str:
     """A page of this host. Raises OSError, ValueError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=PAGE_S) as answer:
-        return str(answer.read(PAGE_BYTES).decode())
+    page, until = b"", time.monotonic() + PAGE_S
+    try:
+        with opener.open(url, timeout=PAGE_S) as answer:  # of each wait
+            while len(page) < PAGE_BYTES and (part := answer.read1(1 << 16)):
+                page += part
+                if time.monotonic() > until:
+                    raise OSError(f"no whole page within {PAGE_S:g} s")
+    except http.client.HTTPException as error:  # what answers speaks no HTTP
+        raise OSError(f"no page: {type(error).__name__}") from None
+    return page.decode()
 
 
 def passed_on(page: str, runner: str | None) -> list[Sample]:
