@@ -39,6 +39,7 @@ RULES = REPO / "templates/monitoring/rules.yml"
 DASHBOARD = REPO / "templates/monitoring/dashboard.json"
 FIXTURES = REPO / "tests/fixtures/monitoring"
 NAME = re.compile(r"\b(kvhost_\w+|vllm:\w+|lmcache_\w+)")
+SATA = json.loads((FIXTURES.parent / "sizing/smartctl.json").read_text())["ata"]
 SECRET = "sk-planted-5d0e"  # in what the collector reads, never in what it writes
 
 
@@ -150,6 +151,7 @@ def test_what_a_host_exports(host: Host, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found['kvhost_verdict{event="all",state="FAIL"}'] == 0
     assert found['kvhost_verdict{event="reboot",state="INCONCLUSIVE"}'] == 1
     assert found["kvhost_verdict_timestamp_seconds"] == 1795983300  # date -d 2026-11-29T20:15Z +%s
+    assert found['kvhost_drive_readable{device="nvme0n1"}'] == 1
     assert found['kvhost_drive_temperature_celsius{device="nvme0n1"}'] == 52
     assert found['kvhost_drive_wear_percent{device="nvme0n1"}'] == 7
     assert found['kvhost_drive_media_errors_total{device="nvme0n1"}'] == 2
@@ -237,6 +239,35 @@ def test_what_cannot_be_read_is_left_out_and_said(
     assert not left_out
     assert found['kvhost_service_up{service="cache"}'] == 0, "it runs, but does not answer"
     assert found['kvhost_service_up{service="runner"}'] == 0, "it answers, but is not ours"
+
+
+def test_a_drive_that_cannot_be_read_takes_no_alert_of_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = vars(metrics)["look_at"]("nvme1n1")
+    told = {
+        "nvme0n1": {"why": "Input/output error", "health": None},
+        "nvme1n1": good,
+        "sda": {"why": None, "health": None, "smartctl": None},
+        "sdb": {"why": None, "health": None, "smartctl": {"device": {}}},
+        "sdc": {"why": None, "health": None, "smartctl": {"smart_status": []}},
+        "sdd": {"why": None, "health": None, "smartctl": SATA},
+    }
+    monkeypatch.setattr(metrics, "look_at", told.__getitem__)
+    monkeypatch.setattr(metrics, "names_below", lambda where: list(told))
+    found = host.collect(monkeypatch)
+    assert found['kvhost_drive_critical_warning{device="nvme1n1"}'] == 4
+    assert found['kvhost_drive_wear_percent{device="nvme1n1"}'] == 7
+    assert found['kvhost_drive_power_on_hours_total{device="sdd"}'] == 14551
+    assert found['kvhost_drive_written_bytes_total{device="sdd"}'] == 64777770148 * 512
+    for name in told:
+        readable = found[f'kvhost_drive_readable{{device="{name}"}}']
+        assert readable == (name in ("nvme1n1", "sdd")), name
+    assert found['kvhost_source_readable{source="drive"}'] == 0, "KvhostDriveUnknown comes"
+    assert json.loads(capsys.readouterr().out)["unreadable"]["drive"] == (
+        "nvme0n1: Input/output error; sda: its health needs smartctl (package smartmontools); "
+        "sdb: smartctl says nothing of its health; sdc: AttributeError"
+    )
 
 
 def no_http(page: Page) -> None:
