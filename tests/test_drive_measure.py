@@ -396,6 +396,53 @@ def test_writes_a_day_are_those_since_the_last_measurement() -> None:
         assert not wear.recent and wear.per_day != pytest.approx(4e11)
 
 
+def sata(written: int) -> dict[str, Any]:
+    """As look_at() finds it: five years old, read with smartctl."""
+    statistic = {"name": "Logical Sectors Written", "value": written // 512}
+    told = {"power_on_time": {"hours": 43800}, "smart_status": {"passed": True},
+            "ata_device_statistics": {"pages": [{"table": [statistic]}]}}  # fmt: skip
+    disk = RECORDED["nvme"]["before"][0]
+    return {**disk, "transport": "sata", "health": None, "thermal": None, "smartctl": told}
+
+
+def test_writes_a_day_of_a_drive_that_smartctl_reads_are_the_recent_ones_too(
+    tmp_path: Path,
+) -> None:
+    """Idle for years, and 5 TB in the last 10 days: 150 TB last less than a year, not 70 years."""
+    memory, now = tmp_path / "memory.json", RECORDED["nvme"]["time"]
+    begun = 5 * 10**12
+    drive_measure.remember(memory, [sata(begun)], now - 10 * 86400, None)
+    disk = sata(begun + 5 * 10**12)
+    found = {**RECORDED["nvme"], "before": [disk], "after": [disk],
+             "previous": drive_measure.remembered(memory)}  # fmt: skip
+    judged = judge(parse_measured(found), tbw=150e12)
+    wear = judged.wear[0][1]
+    assert wear.recent and wear.per_day == pytest.approx(5e11, rel=1e-6)
+    assert wear.years_left == pytest.approx(0.767, rel=0.01)
+    assert {one.code for one in judged.findings} == {"sata", "few_years"}
+
+
+def test_measured_twice_on_a_day_the_first_of_them_stays(tmp_path: Path) -> None:
+    memory = tmp_path / "memory.json"
+    for written, hours, time_kept in (
+        (10, 0, 0),
+        (20, 5, 0),
+        (30, 23, 0),
+        (40, 24, 24),
+        (50, 23, 23),
+    ):
+        previous = drive_measure.remembered(memory)
+        disk = {"serial": "S", "health": {"bytes_written": written}}
+        drive_measure.remember(memory, [disk], hours * 3600, previous)
+        kept = drive_measure.remembered(memory)
+        assert kept is not None and kept["time"] == time_kept * 3600, (written, kept)
+    other = {"serial": "T", "health": {"bytes_written": 1}}
+    drive_measure.remember(memory, [other], 23 * 3600 + 1, kept)
+    assert drive_measure.remembered(memory) == {
+        "schema": 1, "time": 23 * 3600 + 1, "written": {"T": 1}
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("edits", "code"),
     [

@@ -146,11 +146,11 @@ def judge_drive(
 def _since(measured: Measured, before: Disk) -> tuple[int, float] | None:
     """Bytes written and days from the end of the last measurement to the beginning of this one;
     None without one, or before a day has gone by."""
-    last = measured.previous
-    if last is None or before.health is None or before.serial not in last.written:
+    last, now = measured.previous, wear_of(before.health, before.smartctl).written
+    if last is None or now is None or before.serial not in last.written:
         return None
     days = (measured.time - last.time) / 86400
-    written = before.health.bytes_written - last.written[before.serial]
+    written = now - last.written[before.serial]
     return (written, days) if days >= 1 and written >= 0 else None
 
 

@@ -74,6 +74,13 @@ def smartctl(name: str) -> dict[str, Any] | None:
     return {key: loaded[key] for key in kept if key in loaded}
 
 
+def written_to(disk: Mapping[str, Any]) -> int | None:
+    """Bytes written to a disk since it was made, of what look_at() found; None: not told."""
+    if disk.get("health"):
+        return _whole(disk["health"].get("bytes_written"))
+    return read_smartctl(disk.get("smartctl") or {})[0]
+
+
 def read_smartctl(told: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
     """Bytes written, hours, percent used, of `smartctl -j -a` (ATA and NVMe); None: not told.
 

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import drive_sys
-    from kvhost.onhost.drive_health import look_at
+    from kvhost.onhost.drive_health import look_at, written_to
 else:  # they lie beside this file on a host, where there is no package kvhost
     import drive_sys
-    from drive_health import look_at
+    from drive_health import look_at, written_to
 
 FOLDER = ".kvhost-measure"
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -46,6 +46,7 @@ MOST_FILES = 1 << 16
 MOST_BLOCK, MOST_STREAM = 4 << 20, 1 << 20
 PAGE = 4096
 GIB = 1 << 30
+DAY_S = 86400
 PR_SET_PDEATHSIG = 1
 
 
@@ -335,10 +336,19 @@ def remembered(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("schema") == 1 else None
 
 
-def remember(path: Path, disks: list[dict[str, Any]], now: int) -> None:
-    """Kept for the next measurement, so that it can tell what was written in between."""
-    written = {disk["serial"]: disk["health"]["bytes_written"]
-               for disk in disks if disk["serial"] and disk["health"]}  # fmt: skip
+def remember(
+    path: Path, disks: list[dict[str, Any]], now: int, previous: dict[str, Any] | None
+) -> None:
+    """Kept for the next measurement, so that it can tell what was written in between. What is less
+    than a day old stays: measured anew, it would tell of no whole day for ever."""
+    counts = {disk["serial"]: written_to(disk) for disk in disks if disk["serial"]}
+    written = {serial: count for serial, count in counts.items() if count is not None}
+    if (
+        previous
+        and 0 <= now - previous["time"] < DAY_S
+        and written.keys() <= previous["written"].keys()
+    ):
+        return
     kept = {"schema": 1, "time": now, "written": written}
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(kept) + "\n")
@@ -366,7 +376,7 @@ def main() -> int:
     # what was measured has worn the drive: nothing that fails now may lose it
     after, now = [look_at(name) for name in where["disks"]], int(time.time())
     try:
-        remember(options.memory, after, now)
+        remember(options.memory, after, now, where["previous"])
     except (OSError, ValueError, KeyError, TypeError) as why:
         say(f"drive_measure: not kept for the next measurement: {why}")
     size = whole_size(options.file_bytes)
