@@ -336,6 +336,15 @@ COOL = {"warning_min": 0, "critical_min": 0, "throttled": 3, "throttled_s": 4}
         ({"disk": {"transport": "nvme-tcp"}}, "network_drive"),
         ({"disk": {"transport": "sas", "rotational": True, "health": None}}, "rotational"),
         ({"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "throttled": 4}}}, "throttled"),
+        (
+            {"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "throttled_s": 9}}},
+            "throttled",
+        ),
+        ({"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "warning_min": 2}}}, "too_hot"),
+        (
+            {"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "critical_min": 1}}},
+            "too_hot",
+        ),
         ({"disk": {"why": "permission denied"}}, "health_unknown"),
     ],
 )
@@ -348,6 +357,64 @@ def test_what_is_no_weakness_is_not_called_one() -> None:
     assert codes(changed(disk={"link": full})) == []
     assert codes(changed(disk={"transport": "virtio", "rotational": True})) == []
     assert codes(changed(before={"thermal": COOL}, disk={"thermal": COOL})) == []
+
+
+def test_heat_is_told_as_far_as_the_drive_counts_it() -> None:
+    """Not every drive counts how often it slowed itself: 0 times would be no news."""
+    for more, words in (
+        ({"throttled": 5, "warning_min": 3}, "slowed itself 2 times because of heat, 41 °C"),
+        ({"throttled_s": 90}, "slowed itself for 86 s because of heat, 41 °C"),
+        ({"warning_min": 3, "critical_min": 1}, "was too hot for 3 min, 41 °C, and counts no slow"),
+    ):
+        found = judge(changed(before={"thermal": COOL}, disk={"thermal": {**COOL, **more}}))
+        assert words in found.findings[0].words
+
+
+@pytest.mark.parametrize(
+    ("edits", "tbw", "since", "words"),
+    [
+        ({}, 600e12, None,
+         "10.0 TB written in 2400 hours, 100 GB a day; of 600 TB (given) that lasts 16 years more"),
+        ({}, 12e12, (10**12, 10.0),
+         "100 GB a day since the last measurement; of 12 TB (given) that lasts 0.1 years more"),
+        ({}, None, None, "how much it is rated for is not known (--tbw)"),
+        ({}, 600e12, (0, 10.0), "0 GB a day since the last measurement; how long 600 TB (given) "
+         "last is not known: nothing was written"),
+        ({"power_on_hours": 0}, 600e12, None, "10.0 TB written in 0 hours; how long 600 TB (given) "
+         "last is not known: in how many hours is not known"),
+        ({"percentage_used": 4}, None, (0, 2.0),
+         "how long 200 TB (percentage used) last is not known: nothing was written"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_of_wear_is_named_and_nothing_else(
+    edits: dict[str, int], tbw: float | None, since: tuple[int, float] | None, words: str
+) -> None:
+    told = cli_measure.wear_words(wear_of(Health(**{**HEALTH, **edits}), None, tbw, since))
+    assert words in told
+    assert ("--tbw" in told) == (tbw is None and not edits)
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "[" * 100_000, "\xff", '{"schema": 1}', '{"schema": 1, "written": {}}',
+    '{"schema": 2, "time": 1, "written": {}}', '{"schema": 1, "time": true, "written": {}}',
+    '{"schema": 1, "time": 1, "written": {"S": "many"}}', '{"schema": 1, "time": 1, "written": []}',
+], ids=lambda text: text[-20:])  # fmt: skip
+def test_a_damaged_memory_is_said_and_taken_as_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    memory = tmp_path / "drive-measured.json"
+    assert drive_measure.remembered(memory) is None and not capsys.readouterr().err
+    memory.write_text(text, encoding="latin-1")
+    assert drive_measure.remembered(memory) is None
+    assert f"{memory} is damaged (" in capsys.readouterr().err
+    disk = {"serial": "S", "health": {"bytes_written": 7}}
+    drive_measure.remember(memory, [disk], 5, None)
+    kept = drive_measure.remembered(memory)
+    assert kept == {"schema": 1, "time": 5, "written": {"S": 7}}
+    parse_measured({**RECORDED["nvme"], "previous": kept})
+    memory.unlink()
+    os.mkfifo(memory)  # nobody waits for its writer
+    assert drive_measure.remembered(memory) is None
 
 
 def series(*speeds: float) -> Rate:

@@ -147,14 +147,19 @@ def wear_words(wear: Wear) -> str:
     """What is known of a drive's writes, in a sentence."""
     if wear.written is None:
         return "it does not tell what was written to it"
-    words = f"{wear.written / 1e12:.1f} TB written in {wear.hours or 0} hours"
+    words = f"{wear.written / 1e12:.1f} TB written"
+    words += f" in {wear.hours} hours" if wear.hours is not None else ""
     if wear.per_day is not None:
         words += f", {wear.per_day / 1e9:.0f} GB a day"
         words += " since the last measurement" if wear.recent else ""
-    if wear.years_left is None:
+    if wear.rated is None:
         return words + "; how much it is rated for is not known (--tbw)"
-    rated = f"{(wear.rated or 0) / 1e12:.0f} TB ({wear.rated_from})"
-    return f"{words}; of {rated} that lasts {wear.years_left:.0f} years more"
+    rated = f"{wear.rated / 1e12:.0f} TB ({wear.rated_from})"
+    if wear.years_left is not None:
+        years = f"{wear.years_left:.{0 if wear.years_left >= 10 else 1}f}"
+        return f"{words}; of {rated} that lasts {years} years more"
+    why = "in how many hours is not known" if wear.per_day is None else "nothing was written"
+    return f"{words}; how long {rated} last is not known: {why}"
 
 
 def to_json(measured: Measured, judged: Judged, prefill: float | None) -> dict[str, Any]:

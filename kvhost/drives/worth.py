@@ -199,15 +199,26 @@ def _of_disk(before: Disk | None, disk: Disk) -> list[Finding]:
     if disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
         found.append(Finding("rotational", f"{name}: a rotating disk"))
     if before and before.thermal and disk.thermal:
-        times = disk.thermal.throttled - before.thermal.throttled
-        hot = disk.thermal.warning_min - before.thermal.warning_min
-        if times > 0 or hot > 0:
-            degrees = f", {disk.health.temperature_c} °C" if disk.health else ""
-            words = f"{name}: it slowed itself {times} times because of heat{degrees}: cool it"
-            found.append(Finding("throttled", words))
+        found += _heat(name, before.thermal, disk)
     if disk.why:
         found.append(Finding("health_unknown", f"{name}: its health: {disk.why}", bad=False))
     return found
+
+
+def _heat(name: str, before: Thermal, disk: Disk) -> list[Finding]:
+    """What its counts say of heat while it was measured. Not every drive counts all of them."""
+    now = disk.thermal or before
+    times, slow = now.throttled - before.throttled, now.throttled_s - before.throttled_s
+    hot = max(now.warning_min - before.warning_min, now.critical_min - before.critical_min)
+    degrees = f", {disk.health.temperature_c} °C" if disk.health else ""
+    if times > 0 or slow > 0:
+        how = f"{times} times" if times > 0 else f"for {slow} s"
+        words = f"{name}: it slowed itself {how} because of heat{degrees}: cool it"
+        return [Finding("throttled", words)]
+    if hot > 0:
+        words = f"{name}: it was too hot for {hot} min{degrees}, and counts no slowing: cool it"
+        return [Finding("too_hot", words)]
+    return []
 
 
 def fallen(write: Rate) -> tuple[float, float, float] | None:

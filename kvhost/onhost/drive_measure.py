@@ -328,12 +328,23 @@ def answer(write: int, options: argparse.Namespace) -> int:
 
 
 def remembered(path: Path) -> dict[str, Any] | None:
-    """What the last measurement left: its time, and bytes written by then, by serial number."""
+    """What the last measurement left: its time, and bytes written by then, by serial number. None,
+    and said, where it is damaged: nothing but the comparison is lost by that."""
     try:
-        found = json.loads(path.read_text())
+        found = drive_sys.json_file(str(path))
     except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) and found.get("schema") == 1 else None
+    except (OSError, ValueError, RecursionError) as why:
+        found = f"{type(why).__name__}: {why}"
+    if isinstance(found, dict) and found.get("schema") == 1:
+        moment, written = found.get("time"), found.get("written")
+        if isinstance(written, dict) and all(
+            type(one) is int for one in (moment, *written.values())
+        ):
+            return {"schema": 1, "time": moment, "written": written}
+    said = found if isinstance(found, str) else "it is not as kvhost writes it"
+    say(f"drive_measure: {path} is damaged ({said:.100}): taken as no earlier measurement")
+    return None
 
 
 def remember(
