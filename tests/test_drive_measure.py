@@ -322,6 +322,7 @@ def test_a_good_drive_in_plain_words() -> None:
 
 LINK = {"address": "0000:01:00.0", "speed_gts": 8.0, "max_speed_gts": 16.0, "width": 2,
         "max_width": 4}  # fmt: skip
+SPINS = {"transport": "scsi", "rotational": True}
 COOL = {"warning_min": 0, "critical_min": 0, "throttled": 3, "throttled_s": 4}
 
 
@@ -334,6 +335,13 @@ COOL = {"warning_min": 0, "critical_min": 0, "throttled": 3, "throttled_s": 4}
         ({"disk": {"transport": "sata", "health": None}}, "sata"),
         ({"disk": {"transport": "usb", "health": None}}, "usb"),
         ({"disk": {"transport": "nvme-tcp"}}, "network_drive"),
+        ({"disk": {"model": "Amazon Elastic Block Store"}}, "network_volume"),
+        ({"disk": {"model": "MSFT NVMe Accelerator v1.0"}}, "network_volume"),
+        ({"disk": {"model": "nvme_card-pd"}}, "network_volume"),
+        ({"disk": {"model": "PersistentDisk", **SPINS}}, "network_volume"),
+        ({"disk": {"model": "Volume", "transport": "scsi"}}, "network_volume"),
+        ({"disk": {"model": None, "transport": "virtio", "rotational": True}}, "virtual_drive"),
+        ({"disk": {"model": "Virtual Disk", **SPINS}}, "virtual_drive"),
         ({"disk": {"transport": "sas", "rotational": True, "health": None}}, "rotational"),
         ({"before": {"thermal": COOL}, "disk": {"thermal": {**COOL, "throttled": 4}}}, "throttled"),
         (
@@ -355,7 +363,8 @@ def test_each_weakness_is_found_and_no_other(edits: dict[str, Any], code: str) -
 def test_what_is_no_weakness_is_not_called_one() -> None:
     full = {**LINK, "speed_gts": 16.0, "width": 4}
     assert codes(changed(disk={"link": full})) == []
-    assert codes(changed(disk={"transport": "virtio", "rotational": True})) == []
+    for local in ("nvme_card", "nvme_card7", "Amazon EC2 NVMe Instance Storage", "VOLUMEX 1T"):
+        assert codes(changed(disk={"model": local})) == []
     assert codes(changed(before={"thermal": COOL}, disk={"thermal": COOL})) == []
 
 

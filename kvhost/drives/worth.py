@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvhost.drives.cloud import is_network_volume, is_virtual
 from kvhost.drives.smart import Wear, wear_of
 from kvhost.drives.types import Health, Link
 from kvhost.sizing.kv_bytes import Times
@@ -196,7 +197,14 @@ def _of_disk(before: Disk | None, disk: Disk) -> list[Finding]:
     if disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "fc"):
         words = f"{name}: over {disk.transport}, so its speed is the network's"
         found.append(Finding("network_drive", words))
-    if disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
+    if is_network_volume(disk.model):
+        words = f"{name}: a network volume of the cloud, so its speed is the network's"
+        found.append(Finding("network_volume", words + ", and others' load changes it"))
+    elif is_virtual(disk.model, disk.transport):
+        words = f"{name}: a virtual disk: whether a drive or the network is below it cannot be seen"
+        found.append(Finding("virtual_drive", words, bad=False))
+    # what is made by software says that it rotates, whatever lies below it
+    elif disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
         found.append(Finding("rotational", f"{name}: a rotating disk"))
     if before and before.thermal and disk.thermal:
         found += _heat(name, before.thermal, disk)
