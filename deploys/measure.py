@@ -8,7 +8,7 @@ from deploys.common.care import ask_host
 from deploys.common.context import Visit
 from deploys.common.operations import Commands
 from deploys.common.prepare import model_need
-from deploys.common.refused import provisioned
+from deploys.common.refused import provisioned, refused
 from deploys.common.runlock import take_lock
 from deploys.host.operations import debian_packages
 from kvhost.commands.asking import answer, question
@@ -43,7 +43,10 @@ def measure(at: Visit) -> Commands:
 
 
 here = provisioned("drive_measure", name="drive: measure")
-if here is not None:
+if here is not None and here.settings.runner == "ollama":
+    why = "Ollama keeps no KV cache on disk: there is nothing to measure a drive for"
+    refused(name="drive: none", why=why)
+elif here is not None:
     take_lock(name="host: one run at a time", run=here)
     if question().get("install"):
         debian_packages(

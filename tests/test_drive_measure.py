@@ -26,8 +26,12 @@ from kvhost.commands import measure as cli_measure
 from kvhost.drives.smart import wear_of
 from kvhost.drives.types import Health
 from kvhost.drives.worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
+from kvhost.llama.evidence import parse_llama
+from kvhost.llama.verdict import judge_llama
 from kvhost.onhost import drive_health, drive_measure
 from kvhost.onhost.drive_health import read_smartctl
+from kvhost.reports.kept import make_report, write_report
+from tests.report_cases import NOON, PASSING, keep
 from tests.sizing_tools import FIXTURES
 
 pytestmark = pytest.mark.runners
@@ -642,6 +646,23 @@ def test_a_host_that_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> No
     assert command(monkeypatch, [], *words)[0] == 1
     code, text, _ = command(monkeypatch, [HOST], *words)
     assert code == 0 and "worth it" in text and "read, whole files" in text
+
+
+def test_what_the_engine_computes_is_taken_from_the_last_restart_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVHOST_REPORTS", str(tmp_path))
+    assert cli_measure.prefill_of("web-1") is None
+    cold: Any = vars(keep(tmp_path, PASSING).results[0].evidence)["requests"]["cold"]
+    assert cli_measure.prefill_of("web-1") == cold.usage_prompt_tokens / cold.ttft_s
+    recorded = FIXTURES.parent / "llama" / "both_and_kill.json"
+    events = [(judge_llama(one), one) for one in parse_llama(recorded.read_text())]
+    write_report(tmp_path, make_report("llama-1", events, NOON, None))
+    assert cli_measure.prefill_of("llama-1") == 2000 / 6.2905
+    # of an event that ended before it asked, the next tells
+    cut = events[0][1].model_copy(update={"requests": {}})
+    write_report(tmp_path, make_report("llama-2", [(judge_llama(cut), cut), events[1]], NOON, None))
+    assert cli_measure.prefill_of("llama-2") == 2000 / 9.0172
 
 
 @root_only

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from kvhost import cli
 from kvhost.plan.model_need import need_of
 from kvhost.plan.restored import restored
+from kvhost.plan.types import ModelNeed
 from kvhost.settings import Settings
 from kvhost.sizing import arch as sizing_arch
 from kvhost.sizing.arch import architecture_of
@@ -226,6 +227,18 @@ def test_a_measured_drive_restores_what_is_stored(name: str, ranks: int, of_all:
     two = Settings(tensor_parallel_size=ranks, runner_extra_args=["--pipeline-parallel-size", "2"])
     assert restored(two, need)["bytes_per_token"] == of_all, "each has half of the layers"
     assert restored(two, need)["file_bytes"] == -(-size.per_token * 128 // 4096) * 4096
+
+
+def test_a_file_of_llama_servers_is_a_whole_slot() -> None:
+    """A large one is measured in files of 256 MiB: all that counts is that they are long."""
+    need = ModelNeed(5, 12288, 4096)
+    settings = Settings(runner="llama_server", max_model_len=2048, verify_prompt_tokens=1024)
+    asked = restored(settings, need)
+    assert asked == {"bytes_per_token": 12288, "file_bytes": 12288 * 2048, "context": 2048}
+    long = Settings(runner="llama_server", max_model_len=32768)
+    assert restored(long, need)["file_bytes"] == 12288 * 4096, "the model's own context ends there"
+    assert restored(long, ModelNeed(5, 131072, 32768))["file_bytes"] == 256 << 20
+    assert restored(long, None)["file_bytes"] == 256 << 20
 
 
 def test_a_file_of_vllms_own_tier_holds_all_ranks() -> None:

@@ -17,6 +17,7 @@ from kvhost.commands.care import ask_all
 from kvhost.commands.up import INTERRUPTED, Runner
 from kvhost.drives.smart import Wear
 from kvhost.drives.worth import Judged, Measured, judge_drive, mb, parse_measured
+from kvhost.llama.evidence import LlamaEvidence
 from kvhost.reports.kept import reports_dir, standing_report
 from kvhost.verdict.evidence import Evidence
 
@@ -120,12 +121,25 @@ def prefill_of(host: str) -> float | None:
         report, _ = standing_report(reports_dir(), host)
     except (OSError, ValueError):
         return None
-    if report is None or not isinstance(report.result.evidence, Evidence):
-        return None
-    cold = report.result.evidence.requests.get("cold")
-    if cold is None or not cold.usage_prompt_tokens or not cold.ttft_s:
-        return None
-    return cold.usage_prompt_tokens / cold.ttft_s
+    results = () if report is None else (report.result, *report.results)
+    speeds = (computed(one.evidence) for one in results)
+    return next((speed for speed in speeds if speed is not None), None)
+
+
+def computed(evidence: object) -> float | None:
+    """Tokens a second of a test's cold prompt; None where nothing was asked, or another's runner
+    answered."""
+    if isinstance(evidence, LlamaEvidence):
+        asked = evidence.requests.get("cold")
+        return _rate(asked.prompt_n, asked.ttft_s) if asked else None
+    if isinstance(evidence, Evidence):
+        cold = evidence.requests.get("cold")
+        return _rate(cold.usage_prompt_tokens, cold.ttft_s) if cold else None
+    return None
+
+
+def _rate(tokens: int | None, took: float | None) -> float | None:
+    return tokens / took if tokens and took else None
 
 
 def render(host: str, measured: Measured, judged: Judged) -> RenderableType:
