@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from click.testing import CliRunner
 
 from kvhost import cli
 from kvhost.commands import measure as cli_measure
-from kvhost.drives.smart import wear_of
+from kvhost.drives.smart import counters, wear_of
 from kvhost.drives.types import Health
-from kvhost.drives.worth import Judged, Measured, Rate, fallen, judge_drive, parse_measured
+from kvhost.drives.worth import Counted, Judged, Measured, Rate, fallen, judge_drive, parse_measured
 from kvhost.llama.evidence import parse_llama
 from kvhost.llama.verdict import judge_llama
 from kvhost.onhost import drive_health, drive_measure
 from kvhost.onhost.drive_health import read_smartctl
+from kvhost.records import receipts
 from kvhost.reports.kept import make_report, write_report
+from tests.claim_cases import device, drive, drives, other
 from tests.report_cases import NOON, PASSING, keep
 from tests.sizing_tools import FIXTURES
 
@@ -389,9 +392,9 @@ def test_heat_is_told_as_far_as_the_drive_counts_it() -> None:
         ({}, 600e12, None,
          "10.0 TB written in 2400 hours, 100 GB a day; of 600 TB (given) that lasts 16 years more"),
         ({}, 12e12, (10**12, 10.0),
-         "100 GB a day since the last measurement; of 12 TB (given) that lasts 0.1 years more"),
+         "100 GB a day in the last 10 days; of 12 TB (given) that lasts 0.1 years more"),
         ({}, None, None, "how much it is rated for is not known (--tbw)"),
-        ({}, 600e12, (0, 10.0), "0 GB a day since the last measurement; how long 600 TB (given) "
+        ({}, 600e12, (0, 10.0), "0 GB a day in the last 10 days; how long 600 TB (given) "
          "last is not known: nothing was written"),
         ({"power_on_hours": 0}, 600e12, None, "10.0 TB written in 0 hours; how long 600 TB (given) "
          "last is not known: in how many hours is not known"),
@@ -500,6 +503,60 @@ def test_writes_a_day_of_a_drive_that_smartctl_reads_are_the_recent_ones_too(
     assert wear.recent and wear.per_day == pytest.approx(5e11, rel=1e-6)
     assert wear.years_left == pytest.approx(0.767, rel=0.01)
     assert {one.code for one in judged.findings} == {"sata", "few_years"}
+
+
+def test_writes_a_day_are_those_of_a_month_if_so_much_is_known() -> None:
+    """By what was counted at runs before, beside what the last measurement left."""
+    now = RECORDED["nvme"]["time"]
+    end = RECORDED["nvme"]["before"][0]["health"]["bytes_written"]
+
+    def day(ago: float, less: int, serial: str = "SERIAL") -> Counted:
+        return Counted(time=now - int(ago * 86400), written={serial: end - less * 10**9})
+
+    for earlier, per_day, days in (
+        ((day(200, 2000), day(30, 900), day(10, 100)), 30e9, 30),
+        ((day(200, 2000), day(50, 500)), 10e9, 50),
+        ((day(10, 100), day(0.5, 50), day(20, -1), day(25, 1, "OTHER")), 10e9, 10),
+    ):
+        wear = judge(changed(), earlier=earlier).wear[0][1]
+        assert wear.recent and (wear.per_day, wear.days) == (per_day, days)
+    last = {"schema": 1, "time": now - 20 * 86400, "written": {"SERIAL": end - 400 * 10**9}}
+    for more in ((), (day(3, 9), day(60, 1))):
+        wear = judge(changed(previous=last), earlier=more).wear[0][1]
+        assert (wear.per_day, wear.days) == (20e9, 20)
+    assert judge(changed(), earlier=(day(0.9, 9),)).wear[0][1].days is None
+
+
+def test_what_runs_counted_lies_beside_the_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a day; and two receipts differ in nothing by it."""
+    monkeypatch.setenv("KVHOST_RECEIPTS", str(tmp_path))
+    assert cli_measure.earlier_of("a") == ()
+    receipts.keep(tmp_path, "a", {"settings": "s"}, None)
+    assert "written" not in json.loads(receipts.path_of(tmp_path, "a").read_text())
+    moments = iter((0, 3600, 86400, 86400 * 3, 86400 * 2, 86400 * 9))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.fromtimestamp(next(moments), tz)
+
+    monkeypatch.setattr(receipts, "datetime", Clock)
+    for count in range(5):
+        receipts.keep(tmp_path, "a", {"settings": "s"}, None, {"S": count})
+    receipts.keep(tmp_path, "a", {"settings": "s"}, None)  # a run that saw no counter
+    kept = [(one.time // 86400, one.written["S"]) for one in cli_measure.earlier_of("a")]
+    assert kept == [(0, 0), (1, 2), (3, 3), (2, 4)]
+    assert receipts.load(tmp_path, "a").receipt == {"settings": "s"}
+    receipts.path_of(tmp_path, "a").write_text('{"written": [{"time": 1, "written": {"S": "x"}}]}')
+    assert cli_measure.earlier_of("a") == ()
+
+
+def test_a_run_counts_the_drives_that_tell() -> None:
+    found = drives(drive(), other(), drive(serial=None))
+    serial, counted = device()["serial"], device()["health"]["data"]["bytes_written"]
+    assert counters(found) == {serial: counted} and counters(None) == {}
 
 
 def test_measured_twice_on_a_day_the_first_of_them_stays(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from kvhost.basics import printable
 from kvhost.commands.care import ask_all
 from kvhost.commands.up import INTERRUPTED, Runner
 from kvhost.drives.smart import Wear
-from kvhost.drives.worth import Judged, Measured, judge_drive, mb, parse_measured
+from kvhost.drives.worth import Counted, Judged, Measured, judge_drive, mb, parse_measured
 from kvhost.llama.evidence import LlamaEvidence
+from kvhost.records import receipts
 from kvhost.reports.kept import reports_dir, standing_report
 from kvhost.verdict.evidence import Evidence
 
@@ -102,6 +103,7 @@ def measure(
             prefill=speed,
             tokens=tokens or min(TOKENS, one["context"]),
             tbw=tbw * 1e12 if tbw else None,
+            earlier=earlier_of(one["host"]),
         )
         judged.append(verdict)
         if as_json:
@@ -142,6 +144,12 @@ def _rate(tokens: int | None, took: float | None) -> float | None:
     return tokens / took if tokens and took else None
 
 
+def earlier_of(host: str) -> tuple[Counted, ...]:
+    """What the host's drives counted as written at the runs that its kept receipt knows of."""
+    rows = receipts.counted(receipts.receipts_dir(), host)
+    return tuple(Counted(time=row["time"], written=row["written"]) for row in rows)
+
+
 def render(host: str, measured: Measured, judged: Judged) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     rows = (("whole files", measured.read_files), ("one stream", measured.read))
@@ -165,7 +173,7 @@ def wear_words(wear: Wear) -> str:
     words += f" in {wear.hours} hours" if wear.hours is not None else ""
     if wear.per_day is not None:
         words += f", {wear.per_day / 1e9:.0f} GB a day"
-        words += " since the last measurement" if wear.recent else ""
+        words += f" in the last {wear.days:.0f} days" if wear.days is not None else ""
     if wear.rated is None:
         return words + "; how much it is rated for is not known (--tbw)"
     rated = f"{wear.rated / 1e12:.0f} TB ({wear.rated_from})"

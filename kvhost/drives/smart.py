@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvhost.drives.types import Health
+from kvhost.drives.types import Drives, Health
 from kvhost.onhost.drive_health import read_smartctl
 
 #: years that are left below which a drive's wear is warned of
@@ -18,7 +18,7 @@ YEAR_DAYS = 365.25
 
 @dataclass(frozen=True)
 class Wear:
-    """None: the drive does not tell. ``per_day``: bytes; since the last measurement, if that is
+    """None: the drive does not tell. ``per_day``: bytes; in the last ``days``, if it is
     ``recent``, else over its whole life so far.
 
     ``rated``: bytes it may be written, by its maker (``rated_from`` "given") or worked out from
@@ -34,6 +34,14 @@ class Wear:
     rated_from: str | None
     years_left: float | None
     warnings: tuple[tuple[str, str], ...]
+    days: float | None = None
+
+
+def counters(drives: Drives | None) -> dict[str, int]:
+    """Bytes that drives count as written, by serial number, of those that tell (NVMe)."""
+    devices = [drive.device for drive in drives.drives if drive.device] if drives else []
+    return {one.serial: one.health.data.bytes_written
+            for one in devices if one.serial and one.health.data}  # fmt: skip
 
 
 def wear_of(
@@ -43,7 +51,7 @@ def wear_of(
     since: tuple[int, float] | None = None,
 ) -> Wear:
     """``tbw``: bytes that the maker rates the drive for; ``since``: bytes, and the days that they
-    were written in, since the last measurement."""
+    were written in, up to now."""
     written, hours, percent = None, None, None
     if health is not None:
         written, hours = health.bytes_written, health.power_on_hours
@@ -61,7 +69,8 @@ def wear_of(
     if rated is not None and written is not None and per_day:
         left = max(0.0, rated - written) / per_day / YEAR_DAYS
     known = (written, hours, percent, per_day, since is not None, rated, source, left)
-    return Wear(*known, tuple(_warnings(health, smartctl, Wear(*known, ()))))
+    days = since[1] if since is not None else None
+    return Wear(*known, tuple(_warnings(health, smartctl, Wear(*known, ()))), days)
 
 
 def _warnings(

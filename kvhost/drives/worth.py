@@ -22,6 +22,8 @@ FALLEN = 0.6
 YEAR_HOURS = 24 * 365.25
 #: what a SATA link of 6 Gbit/s carries at most, after its 8b/10b coding
 SATA_LIMIT = 600e6
+#: what is written a day is that of so many days, if as much is known
+MONTH_DAYS = 31
 
 
 class _Model(BaseModel):
@@ -60,12 +62,17 @@ class Disk(_Model):
     smartctl: dict[str, Any] | None = None
 
 
-class Memory(_Model):
-    """The end of an earlier measurement: Unix seconds, bytes written by then, by serial number."""
+class Counted(_Model):
+    """What drives counted as written at one moment: Unix seconds, bytes by serial number."""
 
-    schema_: Literal[1] = Field(alias="schema")
     time: int
     written: dict[str, int]
+
+
+class Memory(Counted):
+    """The end of an earlier measurement."""
+
+    schema_: Literal[1] = Field(alias="schema")
 
 
 class Measured(_Model):
@@ -119,11 +126,13 @@ def judge_drive(
     prefill: float | None,
     tokens: int,
     tbw: float | None = None,
+    earlier: tuple[Counted, ...] = (),
 ) -> Judged:
     """``bytes_per_token``: of all ranks; ``prefill``: tokens a second; ``tbw``: bytes that the
-    maker rates each drive for."""
+    maker rates each drive for; ``earlier``: what the drives counted at runs before."""
     speed = measured.read_files.bytes_per_s
-    since = {disk.name: _since(measured, disk) for disk in measured.before}
+    counts = (*earlier, *([measured.previous] if measured.previous else []))
+    since = {disk.name: _since(measured.time, disk, counts) for disk in measured.before}
     wear = tuple(
         (disk.name, wear_of(disk.health, disk.smartctl, tbw, since.get(disk.name)))
         for disk in measured.after
@@ -144,15 +153,24 @@ def judge_drive(
     return Judged(worth, words, times, findings, wear)
 
 
-def _since(measured: Measured, before: Disk) -> tuple[int, float] | None:
-    """Bytes written and days from the end of the last measurement to the beginning of this one;
-    None without one, or before a day has gone by."""
-    last, now = measured.previous, wear_of(before.health, before.smartctl).written
-    if last is None or now is None or before.serial not in last.written:
+def _since(time: int, before: Disk, counts: tuple[Counted, ...]) -> tuple[int, float] | None:
+    """Bytes written, and the days that they were written in, up to the beginning of a measurement:
+    of the last month if something is known of it, else since it was last read; None where that is
+    less than a day."""
+    now = wear_of(before.health, before.smartctl).written
+    if now is None or before.serial is None:
         return None
-    days = (measured.time - last.time) / 86400
-    written = now - last.written[before.serial]
-    return (written, days) if days >= 1 and written >= 0 else None
+    known = [
+        ((time - one.time) / 86400, now - one.written[before.serial])
+        for one in counts
+        if before.serial in one.written
+    ]
+    known = [(days, written) for days, written in known if days >= 1 and written >= 0]
+    month = [one for one in known if one[0] <= MONTH_DAYS]
+    if not known:
+        return None
+    days, written = max(month) if month else min(known)
+    return written, days
 
 
 def mb(speed: float) -> str:
