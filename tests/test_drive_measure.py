@@ -147,7 +147,7 @@ def test_a_tier_is_measured_and_nothing_stays(fio: str, script: Path, tier: Path
 @root_only
 @pytest.mark.parametrize(
     ("size", "files"),
-    [(4096, 1000), (84 << 10, 30), (512 << 10, 12), (1031 * 4096, 5), (14 * MIB, 2)],
+    [(4096, 1000), (84 << 10, 30), (512 << 10, 12), (1031 * 4096, 5), (14 * MIB, 2), (MIB, 1)],
 )
 def test_many_files_and_files_of_any_size_are_measured(
     fio: str, script: Path, plain: Path, size: int, files: int

@@ -40,7 +40,7 @@ MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "9p", "afs",
                      "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs",
                      "fuse.s3fs", "fuse.rclone", "fuse.mfs", "fuse.ceph", "virtiofs"})  # fmt: skip
-#: no more files than this are written and read, whatever their size: fio holds them all in memory
+#: no more files than this are written and read, whatever their size: fio holds each in memory
 MOST_FILES = 1 << 16
 #: the largest of one request; and of the stream, where 16 of them are on their way at once
 MOST_BLOCK, MOST_STREAM = 4 << 20, 1 << 20
