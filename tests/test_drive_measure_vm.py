@@ -55,8 +55,8 @@ def host() -> Iterator[Machine]:
         machine.ssh(f"mkdir -p /opt/t /opt/m && mount -o ro /dev/{names['TOOLS']} /opt/t")
         machine.put('#!/bin/sh\nLD_LIBRARY_PATH=/opt/t/lib exec /opt/t/fio "$@"\n',
                     "/usr/bin/fio", "0755")  # fmt: skip
-        for path in (ONHOST / "drive_measure.py", ONHOST / "drive_sys.py"):
-            machine.put(path.read_text(), f"/opt/m/{path.name}", "0755")
+        for name in ("drive_measure", "drive_health", "drive_sys", "bounded"):
+            machine.put((ONHOST / f"{name}.py").read_text(), f"/opt/m/{name}.py", "0755")
         for serial in ("FAST", "SLOW"):
             at = f"/srv/{serial}"
             machine.ssh(

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from kvhost.cli import main as kvhost_main
 from kvhost.commands import monitoring as cli_monitoring
-from kvhost.onhost import drive_sys, metrics
+from kvhost.onhost import drive_health, drive_sys, metrics
 from kvhost.onhost.launch_children import boot_id
 from kvhost.schema.runners import MoreRunner
 from kvhost.services import monitoring
@@ -39,6 +39,7 @@ RULES = REPO / "templates/monitoring/rules.yml"
 DASHBOARD = REPO / "templates/monitoring/dashboard.json"
 FIXTURES = REPO / "tests/fixtures/monitoring"
 NAME = re.compile(r"\b(kvhost_\w+|vllm:\w+|lmcache_\w+)")
+SATA = json.loads((FIXTURES.parent / "sizing/smartctl.json").read_text())["ata"]
 SECRET = "sk-planted-5d0e"  # in what the collector reads, never in what it writes
 
 
@@ -150,6 +151,7 @@ def test_what_a_host_exports(host: Host, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found['kvhost_verdict{event="all",state="FAIL"}'] == 0
     assert found['kvhost_verdict{event="reboot",state="INCONCLUSIVE"}'] == 1
     assert found["kvhost_verdict_timestamp_seconds"] == 1795983300  # date -d 2026-11-29T20:15Z +%s
+    assert found['kvhost_drive_readable{device="nvme0n1"}'] == 1
     assert found['kvhost_drive_temperature_celsius{device="nvme0n1"}'] == 52
     assert found['kvhost_drive_wear_percent{device="nvme0n1"}'] == 7
     assert found['kvhost_drive_media_errors_total{device="nvme0n1"}'] == 2
@@ -237,6 +239,73 @@ def test_what_cannot_be_read_is_left_out_and_said(
     assert not left_out
     assert found['kvhost_service_up{service="cache"}'] == 0, "it runs, but does not answer"
     assert found['kvhost_service_up{service="runner"}'] == 0, "it answers, but is not ours"
+
+
+def test_a_drive_that_cannot_be_read_takes_no_alert_of_another(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = vars(metrics)["look_at"]("nvme1n1")
+    told = {
+        "nvme0n1": {"why": "Input/output error", "health": None},
+        "nvme1n1": good,
+        "sda": {"why": None, "health": None, "smartctl": None},
+        "sdb": {"why": None, "health": None, "smartctl": {"device": {}}},
+        "sdc": {"why": None, "health": None, "smartctl": {"smart_status": []}},
+        "sdd": {"why": None, "health": None, "smartctl": SATA},
+    }
+    monkeypatch.setattr(metrics, "look_at", told.__getitem__)
+    monkeypatch.setattr(metrics, "names_below", lambda where: list(told))
+    found = host.collect(monkeypatch)
+    assert found['kvhost_drive_critical_warning{device="nvme1n1"}'] == 4
+    assert found['kvhost_drive_wear_percent{device="nvme1n1"}'] == 7
+    assert found['kvhost_drive_power_on_hours_total{device="sdd"}'] == 14551
+    assert found['kvhost_drive_written_bytes_total{device="sdd"}'] == 64777770148 * 512
+    for name in told:
+        readable = found[f'kvhost_drive_readable{{device="{name}"}}']
+        assert readable == (name in ("nvme1n1", "sdd")), name
+    assert found['kvhost_source_readable{source="drive"}'] == 0, "KvhostDriveUnknown comes"
+    assert json.loads(capsys.readouterr().out)["unreadable"]["drive"] == (
+        "nvme0n1: Input/output error; sda: its health needs smartctl (package smartmontools); "
+        "sdb: smartctl says nothing of its health; sdc: AttributeError"
+    )
+
+
+def no_http(page: Page) -> None:
+    page.wfile.write(b"SSH-2.0-x\r\n")
+
+
+def drips(page: Page) -> None:
+    page.send_response(200)
+    page.end_headers()
+    for _ in range(100):
+        page.wfile.write(b"# a line\n")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("hangs", ["smartctl", no_http, drips])
+def test_what_never_answers_or_is_no_page_ends_no_pass(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: Any
+) -> None:
+    """All alerts rest on the file of this pass."""
+    unread = ["drive"]
+    if hangs == "smartctl":
+        program = tmp_path / "smartctl"
+        program.write_text("#!/bin/sh\nsleep 60\n")
+        program.chmod(0o755)
+        monkeypatch.setattr("shutil.which", lambda name, path: str(program))
+        monkeypatch.setattr(drive_health, "SMARTCTL_S", 0.3)
+        monkeypatch.setattr(metrics, "look_at", drive_health.look_at)
+        monkeypatch.setattr(metrics, "names_below", lambda where: ["sdzz"])
+    else:
+        monkeypatch.setattr(Page, "do_GET", hangs)
+        monkeypatch.setattr(metrics, "PAGE_S", 0.5)
+        unread = ["cache", "runner"]
+    began = time.monotonic()
+    found = host.collect(monkeypatch)
+    assert time.monotonic() - began < 5
+    for source in ("drive", "cache", "runner", "pruner", "verdict"):
+        assert found[f'kvhost_source_readable{{source="{source}"}}'] == (source not in unread)
+    assert found["kvhost_tier_files"] == 3
 
 
 @pytest.mark.parametrize("told", ["[]", "{", '{"time": "x"}', '{"time": 5, "persisted": "PASS"}',

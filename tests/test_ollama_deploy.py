@@ -162,10 +162,13 @@ def test_verify_and_the_gate_between_batches(site: Site) -> None:
     assert sick.code == 1
 
 
-def test_there_is_nothing_to_purge(site: Site) -> None:
+def test_there_is_nothing_to_purge_or_to_measure(site: Site) -> None:
     done = again(site, "deploys/purge.py", "-y")
     assert done.code == 1
     assert "there is nothing to purge" in done.text
+    done = again(site, "deploys/measure.py", "-y")
+    assert done.code == 1
+    assert "there is nothing to measure a drive for" in done.text
 
 
 def test_its_log_is_the_units_journal(site: Site) -> None:

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from kvhost import cli
 from kvhost.plan.model_need import need_of
+from kvhost.plan.restored import restored
+from kvhost.plan.types import ModelNeed
 from kvhost.settings import Settings
 from kvhost.sizing import arch as sizing_arch
 from kvhost.sizing.arch import architecture_of
@@ -252,8 +254,56 @@ def test_the_plan_takes_the_same_figures() -> None:
     assert latent is not None and latent.kv_of_rank(8) == 70272  # whole on every rank
     told = need_of(PUBLIC["gemma-3-12b-it"]["config"], 5, settings)  # which leaves its context out
     assert told is not None and told.max_context == 131072
+    mixed = {**TINY["mimo-v2-perlayer"], "max_position_embeddings": 9}
+    need = need_of(mixed, 5, settings)
+    assert need is not None and need.kv_of_rank(1) == need.kv_bytes_per_token
+    assert need.kv_of_rank(2) == kv(mixed, ranks=2).per_token
     assert need_of(TINY["falcon-mamba-ssm"] | {"max_position_embeddings": 9}, 5, settings) is None
     assert need_of({**LLAMA, "model_type": "brand_new"}, 5, settings) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "of_all"),
+    [
+        ("Llama-3-8B", 1, 131072),
+        ("Llama-3-8B", 8, 131072),
+        ("Llama-3-8B", 16, 2 * 131072),  # 8 KV heads: two ranks hold the same
+        ("DeepSeek-V3", 8, 8 * 70272),
+        ("Qwen3-Next-80B-A3B", 8, 4 * 24576),
+    ],
+)
+def test_a_measured_drive_restores_what_is_stored(name: str, ranks: int, of_all: int) -> None:
+    """As `kvhost size` says of the same model: a copy on each rank is in a file of each."""
+    config = PUBLIC[name]["config"]
+    settings = Settings(tensor_parallel_size=ranks)
+    need = need_of(config, 5, settings)
+    asked = restored(settings, need)
+    size = kv(config, "bfloat16", ranks)
+    assert asked["bytes_per_token"] == of_all == size.per_token * ranks
+    pages = -(-size.per_token * 256 // 4096)
+    assert asked["file_bytes"] == pages * 4096
+    two = Settings(tensor_parallel_size=ranks, runner_extra_args=["--pipeline-parallel-size", "2"])
+    assert restored(two, need)["bytes_per_token"] == of_all, "each has half of the layers"
+    assert restored(two, need)["file_bytes"] == -(-size.per_token * 128 // 4096) * 4096
+
+
+def test_a_file_of_llama_servers_is_a_whole_slot() -> None:
+    """A large one is measured in files of 256 MiB: all that counts is that they are long."""
+    need = ModelNeed(5, 12288, 4096)
+    settings = Settings(runner="llama_server", max_model_len=2048, verify_prompt_tokens=1024)
+    asked = restored(settings, need)
+    assert asked == {"bytes_per_token": 12288, "file_bytes": 12288 * 2048, "context": 2048}
+    long = Settings(runner="llama_server", max_model_len=32768)
+    assert restored(long, need)["file_bytes"] == 12288 * 4096, "the model's own context ends there"
+    assert restored(long, ModelNeed(5, 131072, 32768))["file_bytes"] == 256 << 20
+    assert restored(long, None)["file_bytes"] == 256 << 20
+
+
+def test_a_file_of_vllms_own_tier_holds_all_ranks() -> None:
+    settings = Settings(tensor_parallel_size=4, cache_kind="native")
+    asked = restored(settings, need_of(LLAMA, 5, settings))
+    assert asked == {"bytes_per_token": 131072, "file_bytes": 131072 * 256, "context": 32768}
+    assert restored(settings, None)["bytes_per_token"] is None
 
 
 def run(*words: str) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from kvhost.reports.since import note_run
 
 _left: dict[str, dict[str, Any]] = {}
 _verdicts: dict[str, dict[str, str]] = {}
+_written: dict[str, dict[str, int]] = {}
 
 
 def left(host: str, receipt: dict[str, Any]) -> None:
@@ -22,6 +23,11 @@ def judged(host: str, persisted: str, time: str) -> None:
     _verdicts[host] = {"persisted": persisted, "time": time}
 
 
+def written(host: str, counts: dict[str, int]) -> None:
+    """What its drives count as written, by serial number."""
+    _written[host] = counts
+
+
 def keep(host: str) -> str | None:
     """Writes receipts/HOST.json; why that failed, None if it did not."""
     receipt = _left.get(host)
@@ -29,7 +35,7 @@ def keep(host: str) -> str | None:
         return "no receipt was made, so none is kept"
     folder = receipts.receipts_dir()
     try:
-        receipts.keep(folder, host, receipt, _verdicts.get(host))
+        receipts.keep(folder, host, receipt, _verdicts.get(host), _written.get(host))
         note_run(reports_dir(), host)
     except OSError as error:
         return f"the receipt could not be kept in {folder}: {error}"

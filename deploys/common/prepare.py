@@ -18,6 +18,7 @@ from deploys.common import early
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import HostReportText, script_text, scripts
 from deploys.common.journal import keep_journal
+from deploys.common.kept import written
 from deploys.common.ollama import prepare_ollama
 from deploys.common.operations import sha256
 from deploys.common.program import against_program
@@ -27,6 +28,7 @@ from deploys.common.runlock import is_dead
 from kvhost.driver.mend import mend_of
 from kvhost.driver.sources import MirrorError, mirror_of
 from kvhost.drives.order import drive_order
+from kvhost.drives.smart import counters
 from kvhost.engine.bundle import bundle_refusals
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock
 from kvhost.engine.locks import tools_digest as digest_of_tools
@@ -227,6 +229,7 @@ def _prepare(
     if plan.refusals or (python is None and stages is None):
         return None
     claimed = claim_of(settings, report).claimed
+    written(host.name, counters(report.drives.data))
     tell_summary(host.name)
     return Run(
         host=host.name,

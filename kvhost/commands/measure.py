@@ -16,7 +16,9 @@ from kvhost.basics import printable
 from kvhost.commands.care import ask_all
 from kvhost.commands.up import INTERRUPTED, Runner
 from kvhost.drives.smart import Wear
-from kvhost.drives.worth import Judged, Measured, judge_drive, mb, parse_measured
+from kvhost.drives.worth import Counted, Judged, Measured, judge_drive, mb, parse_measured
+from kvhost.llama.evidence import LlamaEvidence
+from kvhost.records import receipts
 from kvhost.reports.kept import reports_dir, standing_report
 from kvhost.verdict.evidence import Evidence
 
@@ -101,6 +103,7 @@ def measure(
             prefill=speed,
             tokens=tokens or min(TOKENS, one["context"]),
             tbw=tbw * 1e12 if tbw else None,
+            earlier=earlier_of(one["host"]),
         )
         judged.append(verdict)
         if as_json:
@@ -120,12 +123,31 @@ def prefill_of(host: str) -> float | None:
         report, _ = standing_report(reports_dir(), host)
     except (OSError, ValueError):
         return None
-    if report is None or not isinstance(report.result.evidence, Evidence):
-        return None
-    cold = report.result.evidence.requests.get("cold")
-    if cold is None or not cold.usage_prompt_tokens or not cold.ttft_s:
-        return None
-    return cold.usage_prompt_tokens / cold.ttft_s
+    results = () if report is None else (report.result, *report.results)
+    speeds = (computed(one.evidence) for one in results)
+    return next((speed for speed in speeds if speed is not None), None)
+
+
+def computed(evidence: object) -> float | None:
+    """Tokens a second of a test's cold prompt; None where nothing was asked, or another's runner
+    answered."""
+    if isinstance(evidence, LlamaEvidence):
+        asked = evidence.requests.get("cold")
+        return _rate(asked.prompt_n, asked.ttft_s) if asked else None
+    if isinstance(evidence, Evidence):
+        cold = evidence.requests.get("cold")
+        return _rate(cold.usage_prompt_tokens, cold.ttft_s) if cold else None
+    return None
+
+
+def _rate(tokens: int | None, took: float | None) -> float | None:
+    return tokens / took if tokens and took else None
+
+
+def earlier_of(host: str) -> tuple[Counted, ...]:
+    """What the host's drives counted as written at the runs that its kept receipt knows of."""
+    rows = receipts.counted(receipts.receipts_dir(), host)
+    return tuple(Counted(time=row["time"], written=row["written"]) for row in rows)
 
 
 def render(host: str, measured: Measured, judged: Judged) -> RenderableType:
@@ -147,14 +169,19 @@ def wear_words(wear: Wear) -> str:
     """What is known of a drive's writes, in a sentence."""
     if wear.written is None:
         return "it does not tell what was written to it"
-    words = f"{wear.written / 1e12:.1f} TB written in {wear.hours or 0} hours"
+    words = f"{wear.written / 1e12:.1f} TB written"
+    words += f" in {wear.hours} hours" if wear.hours is not None else ""
     if wear.per_day is not None:
         words += f", {wear.per_day / 1e9:.0f} GB a day"
-        words += " since the last measurement" if wear.recent else ""
-    if wear.years_left is None:
+        words += f" in the last {wear.days:.0f} days" if wear.days is not None else ""
+    if wear.rated is None:
         return words + "; how much it is rated for is not known (--tbw)"
-    rated = f"{(wear.rated or 0) / 1e12:.0f} TB ({wear.rated_from})"
-    return f"{words}; of {rated} that lasts {wear.years_left:.0f} years more"
+    rated = f"{wear.rated / 1e12:.0f} TB ({wear.rated_from})"
+    if wear.years_left is not None:
+        years = f"{wear.years_left:.{0 if wear.years_left >= 10 else 1}f}"
+        return f"{words}; of {rated} that lasts {years} years more"
+    why = "in how many hours is not known" if wear.per_day is None else "nothing was written"
+    return f"{words}; how long {rated} last is not known: {why}"
 
 
 def to_json(measured: Measured, judged: Judged, prefill: float | None) -> dict[str, Any]:

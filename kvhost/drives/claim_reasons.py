@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from kvhost.drives.claim_table import title
+from kvhost.drives.cloud import EPHEMERAL_MODELS, is_ephemeral
 from kvhost.drives.types import Device, Drive, Drives
 from kvhost.onhost.drive_probe import ERASABLE, token
 from kvhost.plan.types import Refusal, unreadable
@@ -30,10 +30,6 @@ _WHAT_TO_DO = {
     "zoned": "claim a drive without zones",
     "not_a_drive": "claim a whole drive",
 }
-#: instance stores of AWS, Azure and Google; their lasting disks have other models ("Amazon Elastic
-#: Block Store", "MSFT NVMe Accelerator", "nvme_card-pd")
-EPHEMERAL_MODELS = ("Amazon EC2 NVMe Instance Storage", "Microsoft NVMe Direct Disk*",
-                    "nvme_card", "nvme_card[0-9]*")  # fmt: skip
 # A filesystem keeps something for itself; below these its own tools refuse or nothing is left.
 LEAST_BYTES = {"xfs": 320 << 20, "ext4": 64 << 20, "btrfs": 256 << 20}
 FILESYSTEM_KEEPS = 0.05
@@ -106,13 +102,13 @@ def formatted(
 
 
 def _ephemeral(settings: Settings, drive: Drive) -> Iterator[Refusal]:
-    model = device_of(drive).model or "none"
-    if settings.drive_ephemeral and not any(fnmatchcase(model, one) for one in EPHEMERAL_MODELS):
+    model = device_of(drive).model
+    if settings.drive_ephemeral and not is_ephemeral(model):
         yield no(
             "drive_not_ephemeral",
             f"{title(device_of(drive))} is not known to lose its contents at a stop",
             f"a model of {', '.join(EPHEMERAL_MODELS)}",
-            f"model {model}",
+            f"model {model or 'none'}",
             "drive_ephemeral = False",
         )
 

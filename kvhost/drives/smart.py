@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvhost.drives.types import Health
+from kvhost.drives.types import Drives, Health
+from kvhost.onhost.drive_health import read_smartctl
 
 #: years that are left below which a drive's wear is warned of
 FEW_YEARS = 3.0
@@ -17,7 +18,7 @@ YEAR_DAYS = 365.25
 
 @dataclass(frozen=True)
 class Wear:
-    """None: the drive does not tell. ``per_day``: bytes; since the last measurement, if that is
+    """None: the drive does not tell. ``per_day``: bytes; in the last ``days``, if it is
     ``recent``, else over its whole life so far.
 
     ``rated``: bytes it may be written, by its maker (``rated_from`` "given") or worked out from
@@ -33,6 +34,14 @@ class Wear:
     rated_from: str | None
     years_left: float | None
     warnings: tuple[tuple[str, str], ...]
+    days: float | None = None
+
+
+def counters(drives: Drives | None) -> dict[str, int]:
+    """Bytes that drives count as written, by serial number, of those that tell (NVMe)."""
+    devices = [drive.device for drive in drives.drives if drive.device] if drives else []
+    return {one.serial: one.health.data.bytes_written
+            for one in devices if one.serial and one.health.data}  # fmt: skip
 
 
 def wear_of(
@@ -42,7 +51,7 @@ def wear_of(
     since: tuple[int, float] | None = None,
 ) -> Wear:
     """``tbw``: bytes that the maker rates the drive for; ``since``: bytes, and the days that they
-    were written in, since the last measurement."""
+    were written in, up to now."""
     written, hours, percent = None, None, None
     if health is not None:
         written, hours = health.bytes_written, health.power_on_hours
@@ -60,7 +69,8 @@ def wear_of(
     if rated is not None and written is not None and per_day:
         left = max(0.0, rated - written) / per_day / YEAR_DAYS
     known = (written, hours, percent, per_day, since is not None, rated, source, left)
-    return Wear(*known, tuple(_warnings(health, smartctl, Wear(*known, ()))))
+    days = since[1] if since is not None else None
+    return Wear(*known, tuple(_warnings(health, smartctl, Wear(*known, ()))), days)
 
 
 def _warnings(
@@ -80,43 +90,3 @@ def _warnings(
             f"{wear.years_left:.1f} years left: {wear.per_day / 1e12:.2f} TB are written a day, "
             f"{(wear.written or 0) / 1e12:.0f} of {(wear.rated or 0) / 1e12:.0f} TB so far",
         )
-
-
-def read_smartctl(told: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Bytes written, hours, percent used, of `smartctl -j -a` (ATA and NVMe); None: not told.
-
-    Of ATA, the device statistics count, whose units are a standard (ACS-4, log 04h); attribute 241
-    only where its name says that its unit is a sector: makers use others too.
-    """
-    log = told.get("nvme_smart_health_information_log")
-    if isinstance(log, Mapping):
-        units = log.get("data_units_written")
-        written = units * 512_000 if isinstance(units, int) else None
-        return written, _whole(log.get("power_on_hours")), _whole(log.get("percentage_used"))
-    sector = _whole(told.get("logical_block_size")) or 512
-    hours = _whole(told.get("power_on_time", {}).get("hours"))
-    sectors = _statistic(told, "Logical Sectors Written")
-    if sectors is None:
-        sectors = next(
-            (
-                _whole(row.get("raw", {}).get("value"))
-                for row in told.get("ata_smart_attributes", {}).get("table", [])
-                if row.get("id") == 241 and row.get("name") == "Total_LBAs_Written"
-            ),
-            None,
-        )
-    percent = _statistic(told, "Percentage Used Endurance Indicator")
-    return sectors * sector if sectors is not None else None, hours, percent
-
-
-def _statistic(told: Mapping[str, Any], name: str) -> int | None:
-    """A value of ATA's device statistics that is marked valid."""
-    for page in told.get("ata_device_statistics", {}).get("pages", []):
-        for row in page.get("table", []):
-            if row.get("name") == name and row.get("flags", {}).get("valid", True):
-                return _whole(row.get("value"))
-    return None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

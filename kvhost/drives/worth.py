@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvhost.drives.cloud import is_network_volume, is_virtual
 from kvhost.drives.smart import Wear, wear_of
 from kvhost.drives.types import Health, Link
 from kvhost.sizing.kv_bytes import Times
@@ -21,6 +22,8 @@ FALLEN = 0.6
 YEAR_HOURS = 24 * 365.25
 #: what a SATA link of 6 Gbit/s carries at most, after its 8b/10b coding
 SATA_LIMIT = 600e6
+#: what is written a day is that of so many days, if as much is known
+MONTH_DAYS = 31
 
 
 class _Model(BaseModel):
@@ -59,12 +62,17 @@ class Disk(_Model):
     smartctl: dict[str, Any] | None = None
 
 
-class Memory(_Model):
-    """The end of an earlier measurement: Unix seconds, bytes written by then, by serial number."""
+class Counted(_Model):
+    """What drives counted as written at one moment: Unix seconds, bytes by serial number."""
 
-    schema_: Literal[1] = Field(alias="schema")
     time: int
     written: dict[str, int]
+
+
+class Memory(Counted):
+    """The end of an earlier measurement."""
+
+    schema_: Literal[1] = Field(alias="schema")
 
 
 class Measured(_Model):
@@ -118,11 +126,13 @@ def judge_drive(
     prefill: float | None,
     tokens: int,
     tbw: float | None = None,
+    earlier: tuple[Counted, ...] = (),
 ) -> Judged:
     """``bytes_per_token``: of all ranks; ``prefill``: tokens a second; ``tbw``: bytes that the
-    maker rates each drive for."""
+    maker rates each drive for; ``earlier``: what the drives counted at runs before."""
     speed = measured.read_files.bytes_per_s
-    since = {disk.name: _since(measured, disk) for disk in measured.before}
+    counts = (*earlier, *([measured.previous] if measured.previous else []))
+    since = {disk.name: _since(measured.time, disk, counts) for disk in measured.before}
     wear = tuple(
         (disk.name, wear_of(disk.health, disk.smartctl, tbw, since.get(disk.name)))
         for disk in measured.after
@@ -143,15 +153,24 @@ def judge_drive(
     return Judged(worth, words, times, findings, wear)
 
 
-def _since(measured: Measured, before: Disk) -> tuple[int, float] | None:
-    """Bytes written and days from the end of the last measurement to the beginning of this one;
-    None without one, or before a day has gone by."""
-    last = measured.previous
-    if last is None or before.health is None or before.serial not in last.written:
+def _since(time: int, before: Disk, counts: tuple[Counted, ...]) -> tuple[int, float] | None:
+    """Bytes written, and the days that they were written in, up to the beginning of a measurement:
+    of the last month if something is known of it, else since it was last read; None where that is
+    less than a day."""
+    now = wear_of(before.health, before.smartctl).written
+    if now is None or before.serial is None:
         return None
-    days = (measured.time - last.time) / 86400
-    written = before.health.bytes_written - last.written[before.serial]
-    return (written, days) if days >= 1 and written >= 0 else None
+    known = [
+        ((time - one.time) / 86400, now - one.written[before.serial])
+        for one in counts
+        if before.serial in one.written
+    ]
+    known = [(days, written) for days, written in known if days >= 1 and written >= 0]
+    month = [one for one in known if one[0] <= MONTH_DAYS]
+    if not known:
+        return None
+    days, written = max(month) if month else min(known)
+    return written, days
 
 
 def mb(speed: float) -> str:
@@ -196,18 +215,36 @@ def _of_disk(before: Disk | None, disk: Disk) -> list[Finding]:
     if disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "fc"):
         words = f"{name}: over {disk.transport}, so its speed is the network's"
         found.append(Finding("network_drive", words))
-    if disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
+    if is_network_volume(disk.model):
+        words = f"{name}: a network volume of the cloud, so its speed is the network's"
+        found.append(Finding("network_volume", words + ", and others' load changes it"))
+    elif is_virtual(disk.model, disk.transport):
+        words = f"{name}: a virtual disk: whether a drive or the network is below it cannot be seen"
+        found.append(Finding("virtual_drive", words, bad=False))
+    # what is made by software says that it rotates, whatever lies below it
+    elif disk.rotational and disk.transport in ("sata", "sas", "scsi", "usb"):
         found.append(Finding("rotational", f"{name}: a rotating disk"))
     if before and before.thermal and disk.thermal:
-        times = disk.thermal.throttled - before.thermal.throttled
-        hot = disk.thermal.warning_min - before.thermal.warning_min
-        if times > 0 or hot > 0:
-            degrees = f", {disk.health.temperature_c} °C" if disk.health else ""
-            words = f"{name}: it slowed itself {times} times because of heat{degrees}: cool it"
-            found.append(Finding("throttled", words))
+        found += _heat(name, before.thermal, disk)
     if disk.why:
         found.append(Finding("health_unknown", f"{name}: its health: {disk.why}", bad=False))
     return found
+
+
+def _heat(name: str, before: Thermal, disk: Disk) -> list[Finding]:
+    """What its counts say of heat while it was measured. Not every drive counts all of them."""
+    now = disk.thermal or before
+    times, slow = now.throttled - before.throttled, now.throttled_s - before.throttled_s
+    hot = max(now.warning_min - before.warning_min, now.critical_min - before.critical_min)
+    degrees = f", {disk.health.temperature_c} °C" if disk.health else ""
+    if times > 0 or slow > 0:
+        how = f"{times} times" if times > 0 else f"for {slow} s"
+        words = f"{name}: it slowed itself {how} because of heat{degrees}: cool it"
+        return [Finding("throttled", words)]
+    if hot > 0:
+        words = f"{name}: it was too hot for {hot} min{degrees}, and counts no slowing: cool it"
+        return [Finding("too_hot", words)]
+    return []
 
 
 def fallen(write: Rate) -> tuple[float, float, float] | None:

@@ -19,7 +19,6 @@ import os
 import pwd
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -30,8 +29,10 @@ from typing import TYPE_CHECKING, Any
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import drive_sys
-else:  # it lies beside this file on a host, where there is no package kvhost
+    from kvhost.onhost.drive_health import look_at, written_to
+else:  # they lie beside this file on a host, where there is no package kvhost
     import drive_sys
+    from drive_health import look_at, written_to
 
 FOLDER = ".kvhost-measure"
 MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
@@ -39,8 +40,13 @@ MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "9p", "afs",
                      "lustre", "beegfs", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs",
                      "fuse.s3fs", "fuse.rclone", "fuse.mfs", "fuse.ceph", "virtiofs"})  # fmt: skip
-#: no more files than this are written and read, whatever their size
-MOST_FILES = 4096
+#: no more files than this are written and read, whatever their size: fio holds each in memory
+MOST_FILES = 1 << 16
+#: the largest of one request; and of the stream, where 16 of them are on their way at once
+MOST_BLOCK, MOST_STREAM = 4 << 20, 1 << 20
+PAGE = 4096
+GIB = 1 << 30
+DAY_S = 86400
 PR_SET_PDEATHSIG = 1
 
 
@@ -70,56 +76,6 @@ def disks_below(name: str) -> list[str]:
     found = drive_sys.below(name)
     return [one for one in found if not drive_sys.is_partition(one)
             and not drive_sys.entries(drive_sys.block(one, "slaves"))]  # fmt: skip
-
-
-def look_at(name: str) -> dict[str, Any]:
-    """Model, way, link, health and time spent too hot of one disk. What cannot be read says why."""
-    found: dict[str, Any] = {"name": name, "model": None, "serial": None}
-    found["transport"] = drive_sys.transport(name)
-    with contextlib.suppress(OSError, ValueError):
-        identity = drive_sys.identity(name)
-        found.update(model=identity["model"], serial=identity["serial"])
-    found["link"] = drive_sys.pcie(name) if name.startswith("nvme") else None
-    found["rotational"] = drive_sys.text(drive_sys.block(name, "queue/rotational")) == "1"
-    found["health"], found["thermal"], found["why"] = None, None, None
-    try:
-        if name.startswith("nvme"):
-            found["health"], found["thermal"] = nvme_health(name)
-        else:
-            found["smartctl"] = smartctl(name)
-    except (OSError, ValueError) as why:
-        found["why"] = str(why)
-    return found
-
-
-def nvme_health(name: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The SMART log; seconds and transitions of thermal management (NVMe base, log page 02h)."""
-    fd = os.open(f"/dev/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        log = drive_sys.smart_log(fd)
-    finally:
-        os.close(fd)
-    warning, critical = struct.unpack_from("<II", log, 192)  # minutes
-    first, second, first_s, second_s = struct.unpack_from("<IIII", log, 216)
-    thermal = {"warning_min": warning, "critical_min": critical, "throttled": first + second,
-               "throttled_s": first_s + second_s}  # fmt: skip
-    return drive_sys.parse_smart(log), thermal
-
-
-def smartctl(name: str) -> dict[str, Any] | None:
-    """What smartctl says, as JSON; None where it is not installed."""
-    program = shutil.which("smartctl", path="/usr/sbin:/usr/bin:/sbin:/bin")
-    if program is None:
-        return None
-    done = subprocess.run([program, "-j", "-a", f"/dev/{name}"], stdout=subprocess.PIPE,
-                          timeout=60, check=False)  # fmt: skip
-    loaded = json.loads(done.stdout)
-    if not isinstance(loaded, dict):
-        raise ValueError("smartctl did not print a JSON object")
-    kept = ("device", "smart_status", "temperature", "power_on_time", "ata_smart_attributes",
-            "ata_device_statistics", "logical_block_size", "endurance_used", "smartctl",
-            "nvme_smart_health_information_log", "interface_speed")  # fmt: skip
-    return {key: loaded[key] for key in kept if key in loaded}
 
 
 def fio_command(folder: Path, name: str, *words: str) -> list[str]:
@@ -217,30 +173,41 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return jobs(folder, options)
 
 
+def blocks_of(file_bytes: int) -> tuple[int, int]:
+    """Bytes of a request for whole files, and of one of the stream, pages all: a whole number of
+    either makes a file, for fio leaves out what is no whole block. That file may be a few pages
+    larger than was asked: of an odd number of pages the only parts may be single pages."""
+    parts = 1 if file_bytes <= MOST_STREAM else MOST_BLOCK // MOST_STREAM
+    parts_of_file = -(-file_bytes // MOST_BLOCK) * parts
+    part = -(-file_bytes // (parts_of_file * PAGE)) * PAGE
+    return part * parts, part
+
+
+def whole_size(file_bytes: int) -> int:
+    """Bytes of a file as it is written: so many whole blocks that it holds that much."""
+    block, _ = blocks_of(file_bytes)
+    return -(-file_bytes // block) * block
+
+
+def gib(count: int) -> str:
+    """As --write-gib takes it, and not less than that."""
+    return f"{-(-count * 1000 // GIB) / 1000:g}"
+
+
 def jobs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    files = max(1, options.write_bytes // options.file_bytes)
+    size = whole_size(options.file_bytes)
+    block, part = blocks_of(options.file_bytes)
+    files = options.write_bytes // size
     data = folder / "data"
     data.mkdir()
-    block = 4 << 20
-    while options.file_bytes % block:  # fio leaves out what is no whole block
-        block //= 2
-    common = [f"--directory={data}", f"--runtime={options.seconds}", "--invalidate=1"]
+    # names are made, not listed: fio takes 4096 characters of them
+    common = [f"--directory={data}", "--filename_format=f.$filenum", f"--runtime={options.seconds}",
+              "--invalidate=1", "--file_service_type=sequential"]  # fmt: skip
     found: dict[str, Any] = {"direct": True}
-    say(f"writing {files} files of {options.file_bytes} bytes, at most {options.seconds} s")
-    write = [
-        "--rw=write",
-        f"--nrfiles={files}",
-        f"--filesize={options.file_bytes}",
-        f"--size={files * options.file_bytes}",
-        "--file_service_type=sequential",
-        "--openfiles=1",
-        "--end_fsync=1",
-        f"--bs={block}",
-        "--filename_format=f.$filenum",
-        f"--write_bw_log={folder / 'write'}",
-        "--log_avg_msec=500",
-        "--per_job_logs=0",
-    ]
+    say(f"writing {files} files of {size} bytes, at most {options.seconds} s")
+    write = [*of_files(files, size), "--rw=write", "--openfiles=1", "--end_fsync=1",
+             f"--bs={block}", f"--write_bw_log={folder / 'write'}", "--log_avg_msec=500",
+             "--per_job_logs=0"]  # fmt: skip
     try:
         answer = run_fio(folder, "write", *common, "--direct=1", *write)
     except Refused as why:
@@ -250,65 +217,55 @@ def jobs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         answer = run_fio(folder, "write", *common, "--direct=0", *write)
     found["fio"] = answer["fio version"]
     found["write"] = {**rate(answer, "write"), "series": series(folder / "write_bw.log")}
-    kept = whole_files(data, options.file_bytes)
-    if not kept:
+    whole = whole_files(data, size)
+    if not whole:
         raise Refused(
-            f"not one file of {options.file_bytes} bytes was written in "
+            f"not one file of {size} bytes was written in "
             f"{options.seconds} s: {found['write']['bytes_per_s']} bytes a second"
         )
-    names = f"--filename={':'.join(kept)}"
-    size = f"--size={len(kept) * options.file_bytes}"
-    say(f"reading {len(kept)} whole files")
-    answer = run_fio(
-        folder,
-        "files",
-        *common,
-        names,
-        size,
-        "--rw=read",
-        "--direct=0",
-        f"--bs={block}",
-        "--file_service_type=sequential",
-        "--openfiles=1",
-        "--ioengine=psync",
-    )
-    found["read_files"] = rate(answer, "read")
+    read = [*common, *of_files(whole, size), "--rw=read"]
+    say(f"reading {whole} whole files")
+    one_by_one = ("--direct=0", f"--bs={block}", "--openfiles=1", "--ioengine=psync")
+    found["read_files"] = rate(run_fio(folder, "files", *read, *one_by_one), "read")
     say("reading in a stream")
-    answer = run_fio(
-        folder,
-        "stream",
-        *common,
-        names,
-        size,
-        "--rw=read",
-        "--bs=1m",
-        f"--direct={int(found['direct'])}",
-        "--ioengine=libaio",
-        "--iodepth=16",
-        "--file_service_type=sequential",
-    )
-    found["read"] = rate(answer, "read")
+    # 16 requests may be of as many files; all of them open would be more than a user may have
+    at_once = (f"--direct={int(found['direct'])}", f"--bs={part}", "--openfiles=32",
+               "--ioengine=libaio", "--iodepth=16")  # fmt: skip
+    found["read"] = rate(run_fio(folder, "stream", *read, *at_once), "read")
     return found
 
 
-def whole_files(data: Path, size: int) -> list[str]:
-    """Names of the files that were written to their end; the others are removed, so that no job
-    writes them on."""
-    kept = []
-    for one in sorted(data.iterdir()):
-        if one.stat().st_blocks * 512 >= size and one.stat().st_size == size:
-            kept.append(one.name)
-        else:
+def of_files(count: int, size: int) -> list[str]:
+    return [f"--nrfiles={count}", f"--filesize={size}", f"--size={count * size}"]
+
+
+def whole_files(data: Path, size: int) -> int:
+    """How many files, from f.0 on, were written to their end; all others are removed, so that no
+    job writes them on."""
+    whole = 0
+    while True:
+        one = data / f"f.{whole}"
+        if not one.exists() or one.stat().st_size != size or one.stat().st_blocks * 512 < size:
+            break
+        whole += 1
+    for one in data.iterdir():
+        if int(one.name.removeprefix("f.")) >= whole:
             one.unlink()
-    return kept[:MOST_FILES]
+    return whole
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Where the tier lies. Raises Refused before anything is written."""
-    if not 0 < options.file_bytes <= options.write_bytes or options.file_bytes % 4096:
-        raise Refused("--write-bytes: one file or more; --file-bytes: a multiple of 4096")
-    if options.write_bytes // options.file_bytes > MOST_FILES:
-        raise Refused(f"more than {MOST_FILES} files: a smaller --write-bytes, or larger files")
+    if options.file_bytes <= 0 or options.file_bytes % PAGE:
+        raise Refused(f"--file-bytes: a multiple of {PAGE}")
+    size = whole_size(options.file_bytes)
+    if options.write_bytes < size:
+        raise Refused(f"a file of the cache has {size} bytes here: --write-gib {gib(size)} or more")
+    if options.write_bytes // size > MOST_FILES:
+        raise Refused(
+            f"the cache has files of {size} bytes here; of those that is more than {MOST_FILES}: "
+            f"--write-gib {MOST_FILES * size / GIB:g} at most"
+        )
     try:
         there = os.lstat(options.tier)
     except OSError as why:
@@ -371,23 +328,42 @@ def answer(write: int, options: argparse.Namespace) -> int:
 
 
 def remembered(path: Path) -> dict[str, Any] | None:
-    """What the last measurement left: its time, and bytes written by then, by serial number."""
+    """What the last measurement left: its time, and bytes written by then, by serial number. None,
+    and said, where it is damaged: nothing but the comparison is lost by that."""
     try:
-        found = json.loads(path.read_text())
+        found = drive_sys.json_file(str(path))
     except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) and found.get("schema") == 1 else None
+    except (OSError, ValueError, RecursionError) as why:
+        found = f"{type(why).__name__}: {why}"
+    if isinstance(found, dict) and found.get("schema") == 1:
+        moment, written = found.get("time"), found.get("written")
+        if isinstance(written, dict) and all(
+            type(one) is int for one in (moment, *written.values())
+        ):
+            return {"schema": 1, "time": moment, "written": written}
+    said = found if isinstance(found, str) else "it is not as kvhost writes it"
+    say(f"drive_measure: {path} is damaged ({said:.100}): taken as no earlier measurement")
+    return None
 
 
-def remember(path: Path, disks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Kept for the next measurement, so that it can tell what was written in between."""
-    written = {disk["serial"]: disk["health"]["bytes_written"]
-               for disk in disks if disk["serial"] and disk["health"]}  # fmt: skip
-    kept = {"schema": 1, "time": int(time.time()), "written": written}
+def remember(
+    path: Path, disks: list[dict[str, Any]], now: int, previous: dict[str, Any] | None
+) -> None:
+    """Kept for the next measurement, so that it can tell what was written in between. What is less
+    than a day old stays: measured anew, it would tell of no whole day for ever."""
+    counts = {disk["serial"]: written_to(disk) for disk in disks if disk["serial"]}
+    written = {serial: count for serial, count in counts.items() if count is not None}
+    if (
+        previous
+        and 0 <= now - previous["time"] < DAY_S
+        and written.keys() <= previous["written"].keys()
+    ):
+        return
+    kept = {"schema": 1, "time": now, "written": written}
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(kept) + "\n")
     new.replace(path)
-    return kept
 
 
 def main() -> int:
@@ -405,12 +381,17 @@ def main() -> int:
         where["previous"] = remembered(options.memory)
         before = [look_at(name) for name in where["disks"]]
         found = as_user(options)
-        after = [look_at(name) for name in where["disks"]]
-        where["time"] = remember(options.memory, after)["time"]
     except (Refused, OSError, KeyError, ValueError) as why:
         say(f"drive_measure: {why}")
         return 1
-    where.update(schema=1, file_bytes=options.file_bytes, before=before, after=after, **found)
+    # what was measured has worn the drive: nothing that fails now may lose it
+    after, now = [look_at(name) for name in where["disks"]], int(time.time())
+    try:
+        remember(options.memory, after, now, where["previous"])
+    except (OSError, ValueError, KeyError, TypeError) as why:
+        say(f"drive_measure: not kept for the next measurement: {why}")
+    size = whole_size(options.file_bytes)
+    where.update(schema=1, time=now, file_bytes=size, before=before, after=after, **found)
     print(json.dumps(where))
     return 0
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import calendar
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -26,19 +27,21 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.dont_write_bytecode = True  # bin/ stays as it was installed
 if TYPE_CHECKING:
     from kvhost.onhost import drive_sys
-    from kvhost.onhost.drive_measure import disks_below, look_at, mount_of
+    from kvhost.onhost.drive_health import look_at, read_smartctl
+    from kvhost.onhost.drive_measure import disks_below, mount_of
     from kvhost.onhost.launch_children import boot_id
     from kvhost.onhost.services_host import alive
 else:  # on the host the files lie beside each other, in no package
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import drive_sys
-    from drive_measure import disks_below, look_at, mount_of
+    from drive_health import look_at, read_smartctl
+    from drive_measure import disks_below, mount_of
     from launch_children import boot_id
     from services_host import alive
 
@@ -80,6 +83,8 @@ PAGE_BYTES = 8 << 20
 PAGE_S = 5.0
 #: passes between two looks at a drive's health
 DRIVE_EVERY = 10
+#: what a source that cannot be read, or is damaged, raises
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Sample(NamedTuple):
@@ -95,6 +100,11 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"not a number: {str(value)[:40]!r}")
     return float(value)
+
+
+def reason(error: BaseException) -> str:
+    """Why, for the log: what a damaged file holds is nobody's business there."""
+    return str(error) if isinstance(error, OSError) else type(error).__name__
 
 
 def escaped(text: str) -> str:
@@ -138,8 +148,16 @@ def verdict(base: str) -> Iterator[Sample]:
 def fetch(url: str) -> str:
     """A page of this host. Raises OSError, ValueError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=PAGE_S) as answer:
-        return str(answer.read(PAGE_BYTES).decode())
+    page, until = b"", time.monotonic() + PAGE_S
+    try:
+        with opener.open(url, timeout=PAGE_S) as answer:  # of each wait
+            while len(page) < PAGE_BYTES and (part := answer.read1(1 << 16)):
+                page += part
+                if time.monotonic() > until:
+                    raise OSError(f"no whole page within {PAGE_S:g} s")
+    except http.client.HTTPException as error:  # what answers speaks no HTTP
+        raise OSError(f"no page: {type(error).__name__}") from None
+    return page.decode()
 
 
 def passed_on(page: str, runner: str | None) -> list[Sample]:
@@ -186,38 +204,68 @@ def names_below(where: str) -> list[str]:
     return names
 
 
-def drives(where: str) -> Iterator[Sample]:
-    """Health of every drive below the tier. Raises OSError, ValueError."""
+class Partly(OSError):
+    """A part of a source could not be read; ``samples`` are those of the rest."""
+
+    def __init__(self, why: str, samples: list[Sample]) -> None:
+        super().__init__(why)
+        self.samples = samples
+
+
+def drives(where: str) -> list[Sample]:
+    """Health of every drive below the tier. Raises OSError where nothing is told, Partly where one
+    drive's is not: alerts about the others must come all the same."""
+    found: list[Sample] = []
+    unread = []
     for name in names_below(where):
-        told = look_at(name)
-        if told["why"]:
-            raise OSError(f"{name}: {told['why']}")
-        health = told["health"] or of_smartctl(told.get("smartctl"))
-        if health is None:
-            raise OSError(f"{name}: its health needs smartctl (package smartmontools)")
-        for metric, key in (
-            ("kvhost_drive_wear_percent", "percentage_used"),
-            ("kvhost_drive_media_errors_total", "media_errors"),
-            ("kvhost_drive_temperature_celsius", "temperature_c"),
-            ("kvhost_drive_spare_percent", "available_spare_percent"),
-            ("kvhost_drive_spare_threshold_percent", "spare_threshold_percent"),
-            ("kvhost_drive_critical_warning", "critical_warning"),
-            ("kvhost_drive_written_bytes_total", "bytes_written"),
-            ("kvhost_drive_power_on_hours_total", "power_on_hours"),
-        ):
-            if health.get(key) is not None:
-                yield Sample(metric, number(health[key]), (("device", name),))
+        try:
+            told = list(drive(name))
+        except UNREADABLE as error:
+            told = []
+            unread.append(f"{name}: {reason(error)}")
+        readable = Sample("kvhost_drive_readable", float(bool(told)), (("device", name),))
+        found += [readable, *told]
+    if unread:
+        raise Partly("; ".join(unread), found)
+    return found
+
+
+def drive(name: str) -> Iterator[Sample]:
+    """Health of one. Raises those of UNREADABLE."""
+    told = look_at(name)
+    if told["why"]:
+        raise OSError(told["why"])
+    health = told["health"] or of_smartctl(told.get("smartctl"))
+    if health is None and told.get("smartctl") is None:
+        raise OSError("its health needs smartctl (package smartmontools)")
+    if health is None:
+        raise OSError("smartctl says nothing of its health")
+    for metric, key in (
+        ("kvhost_drive_wear_percent", "percentage_used"),
+        ("kvhost_drive_media_errors_total", "media_errors"),
+        ("kvhost_drive_temperature_celsius", "temperature_c"),
+        ("kvhost_drive_spare_percent", "available_spare_percent"),
+        ("kvhost_drive_spare_threshold_percent", "spare_threshold_percent"),
+        ("kvhost_drive_critical_warning", "critical_warning"),
+        ("kvhost_drive_written_bytes_total", "bytes_written"),
+        ("kvhost_drive_power_on_hours_total", "power_on_hours"),
+    ):
+        if health.get(key) is not None:
+            yield Sample(metric, number(health[key]), (("device", name),))
 
 
 def of_smartctl(told: dict[str, Any] | None) -> dict[str, Any] | None:
     """What a drive that is not NVMe tells of itself through smartctl; None without it."""
     if not told or "smart_status" not in told:
         return None
+    written, hours, percent = read_smartctl(told)
+    used = told.get("endurance_used", {}).get("current_percent")  # since smartctl 7.3
     return {
         "critical_warning": int(told["smart_status"].get("passed") is False),
         "temperature_c": told.get("temperature", {}).get("current"),
-        "percentage_used": told.get("endurance_used", {}).get("current_percent"),
-        "power_on_hours": told.get("power_on_time", {}).get("hours"),
+        "percentage_used": percent if used is None else used,
+        "bytes_written": written,
+        "power_on_hours": hours,
     }
 
 
@@ -229,17 +277,16 @@ class Collector:
         self.told: dict[str, str] = {}
         self.health: list[Sample] = []
 
-    def read(self, source: str, samples: Iterator[Sample]) -> list[Sample]:
-        """All of a source or nothing of it; said once when it changes."""
+    def read(self, source: str, samples: Callable[[], Iterable[Sample]]) -> list[Sample]:
+        """All of a source or nothing of it, but for Partly; said once when it changes."""
         try:
-            found = list(samples)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            # of the kind alone: what a damaged file holds is nobody's business in a log
-            why = str(error) if isinstance(error, OSError) else type(error).__name__
+            found = list(samples())
+        except UNREADABLE as error:
+            why = reason(error)
             if self.told.get(source) != why:
                 print(f"metrics: {source} cannot be read: {why}", file=sys.stderr, flush=True)
             self.told[source] = why
-            found = []
+            found = error.samples if isinstance(error, Partly) else []
         else:
             self.told.pop(source, None)
         return [*found, self.readable(source)]
@@ -256,19 +303,20 @@ class Collector:
             got.append(fetch(url.rstrip("/") + "/metrics"))
             yield from passed_on(got[0], None if name == "cache" else name)
 
-        found = self.read(name, samples())
+        found = self.read(name, samples)
         return bool(got), found
 
     def collect(self) -> list[Sample]:
         args = self.args
-        found = self.read("pruner", tier(args.base)) + self.read("verdict", verdict(args.base))
+        found = self.read("pruner", lambda: tier(args.base))
+        found += self.read("verdict", lambda: verdict(args.base))
         server = (("cache", args.cache),) if args.cache else ()
         for name, url in (*server, *args.runner):
             answers, samples = self.page(name, url)
             found += samples + list(service(args.base, name, answers=answers))
         found += service(args.base, "pruner", answers=True)
         if self.passes % DRIVE_EVERY == 0:
-            self.health = self.read("drive", drives(args.tier))
+            self.health = self.read("drive", lambda: drives(args.tier))
         self.passes += 1
         now = Sample("kvhost_metrics_last_run_timestamp_seconds", time.time())
         return [*found, *self.health, now]

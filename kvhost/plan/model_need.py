@@ -43,11 +43,18 @@ def need_of(config: Mapping[str, Any], weights_bytes: int, settings: Settings) -
         found = architecture_of(config)
         asked = settings.kv_cache_dtype
         dtype = asked if asked != "auto" else declared_kv_dtype(config, found) or computed
-        per_token = size_of(found, dtype, state_dtype=computed).per_token
+        kv = size_of(found, dtype, state_dtype=computed)
     except (SizeError, UnknownArchitecture):
         return None
-    if found.context is None or not per_token:
+    if found.context is None or not kv.per_token:
         return None
-    kinds = {layer.heads for layer in found.layers if layer.kind != "state"}
-    kv_heads = kinds.pop() if len(kinds) == 1 else None
-    return ModelNeed(weights_bytes, per_token, found.context, found.heads, kv_heads)
+    parts = tuple(
+        (layer.heads, part.per_token)
+        for layer, part in zip(found.layers, kv.parts, strict=True)
+        if layer.kind not in ("state", "cross")
+    )
+    kinds = {heads for heads, _ in parts}
+    known = (weights_bytes, kv.per_token, found.context, found.heads)
+    if len(kinds) == 1:
+        return ModelNeed(*known, kv_heads=kinds.pop())
+    return ModelNeed(*known, kv_parts=parts)

@@ -22,6 +22,7 @@ GIB = 1 << 30
 class ModelNeed:
     """What a model asks for: bytes of weights in memory, bytes of KV a token, tokens of context.
     `heads`, `kv_heads`: of its attention, by which tensor parallelism divides it; None: not known.
+    `kv_parts`: KV heads and bytes of KV a token of layers alike, where not all are.
     """
 
     weights_bytes: int
@@ -29,6 +30,7 @@ class ModelNeed:
     max_context: int
     heads: int | None = None
     kv_heads: int | None = None
+    kv_parts: tuple[tuple[int, int], ...] = ()
 
     def weights_of_rank(self, ranks: int) -> float:
         """Bytes; embeddings, which vLLM divides too, are counted like the rest."""
@@ -36,9 +38,10 @@ class ModelNeed:
 
     def kv_of_rank(self, tensor: int, pipeline: int = 1) -> float:
         """Bytes a token that one rank holds: more ranks than KV heads each hold a whole head."""
-        if self.kv_heads is None:
+        if not self.kv_parts and self.kv_heads is None:
             return self.kv_bytes_per_token / tensor / pipeline
-        return self.kv_bytes_per_token * max(1, self.kv_heads // tensor) / self.kv_heads / pipeline
+        parts = self.kv_parts or ((self.kv_heads or 1, self.kv_bytes_per_token),)
+        return sum(size * max(1, heads // tensor) / heads for heads, size in parts) / pipeline
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from kvhost.reports.kept import TIME_FORMAT
 from kvhost.working_copy import root
 
 SCHEMA = "kvhost/receipt/1"
+#: readings of the drives' counters that are kept, and how far they are apart at least
+MOST_COUNTS, DAY_S = 30, 86400
 
 #: what two hosts that are built alike may differ in, and why. Machine id, SSH host keys, times and
 #: addresses are in no receipt.
@@ -54,18 +56,29 @@ def path_of(folder: Path, host: str) -> Path:
 
 
 def keep(
-    folder: Path, host: str, receipt: Mapping[str, Any], verdict: Mapping[str, str] | None
+    folder: Path,
+    host: str,
+    receipt: Mapping[str, Any],
+    verdict: Mapping[str, str] | None,
+    written: Mapping[str, int] | None = None,
 ) -> Path:
-    """Writes a host's receipt, 0600, in one step. Raises OSError."""
+    """Writes a host's receipt, 0600, in one step. ``written``: bytes, by serial number, that its
+    drives count as written until now: kept beside the receipt. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = path_of(folder, host)
-    data = {
+    path, now = path_of(folder, host), datetime.now(UTC)
+    data: dict[str, Any] = {
         "schema": SCHEMA,
         "host": host,
-        "time": datetime.now(UTC).strftime(TIME_FORMAT),
+        "time": now.strftime(TIME_FORMAT),
         "verdict": dict(verdict) if verdict is not None else None,
         "receipt": dict(receipt),
     }
+    counts = counted(folder, host)
+    moment = int(now.timestamp())
+    if written and not (counts and 0 <= moment - counts[-1]["time"] < DAY_S):
+        counts.append({"time": moment, "written": dict(written)})
+    if counts:
+        data["written"] = counts[-MOST_COUNTS:]
     write_private(path, json.dumps(data, indent=1, sort_keys=True) + "\n")
     return path
 
@@ -94,6 +107,18 @@ def set_aside(folder: Path, host: str) -> None:
     where one is there: it is the only proof of what the host was."""
     # keep() puts a new file in the place of the old
     aside_of(folder, host).hardlink_to(path_of(folder, host))
+
+
+def counted(folder: Path, host: str) -> list[dict[str, Any]]:
+    """What its drives counted as written at earlier runs, the oldest first: "time" (Unix) and
+    "written" (serial number -> bytes). None of it where it cannot be read."""
+    try:
+        rows = json.loads(text_of(path_of(folder, host)))["written"]
+        found = [{"time": row["time"], "written": dict(row["written"])} for row in rows]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return []
+    whole = all(type(n) is int for row in found for n in (row["time"], *row["written"].values()))
+    return found if whole else []
 
 
 def load(folder: Path, host: str) -> Kept:
