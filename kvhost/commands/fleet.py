@@ -188,12 +188,17 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
         entry["sudo"], entry["sudo_password"] = True, {"env": given["sudo_password_env"]}
     if given["host_key"]:
         entry["host_key"] = given["host_key"]
+    if given["groups"] and root.get("groups") is None:
+        root["groups"] = CommentedMap()
     for group in given["groups"]:
-        groups = root.setdefault("groups", CommentedMap())
-        if group not in groups:
-            groups[group] = CommentedMap({"settings": CommentedMap()})
+        if group not in root["groups"]:
+            root["groups"][group] = CommentedMap({"settings": CommentedMap()})
         if group not in entry.setdefault("groups", []):
             entry["groups"].append(group)
+    for one in (name, *given["groups"]):
+        if one in hosts and one in (root.get("groups") or ()):
+            what = f"{short(one)} would be a host and a group, and --limit would take the group"
+            raise Refusal(what, f"--name {one}-1" if one == name else "another --group")
     return name, entry
 
 

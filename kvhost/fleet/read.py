@@ -63,7 +63,7 @@ def load_fleet(
         faults += [fault_of_form(root, dict(detail)) for detail in details]
         broken = Broken(detail["loc"] for detail in details)
         file = usable(data, broken)
-    faults += _groups_known(root, file, broken)
+    faults += [*_names(root, file, broken), *_groups_known(root, file, broken)]
     faults += _together(root, file, broken)
     faults += [*_misplaced(root, file), *_settings(root, file, broken)]
     fleet = Fleet(path, file, folder or path.parent)
@@ -75,6 +75,21 @@ def load_fleet(
         first = {(fault.line, fault.key): fault for fault in reversed(faults)}
         raise FleetError(path, list(first.values()))
     return fleet
+
+
+def groups_of(file: FleetFile) -> set[str]:
+    """All groups that are named anywhere; pyinfra has those of the roles beside them."""
+    return {*file.groups, *(group for entry in file.hosts.values() for group in entry.groups)}
+
+
+def _names(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
+    """pyinfra looks for a group first: --limit HOST would act on all hosts of a group so named."""
+    groups = groups_of(file)
+    for name in file.hosts:
+        loc: Loc = ("hosts", name)
+        if name in groups and (*loc, "[key]") not in broken:
+            what = "is the name of a group too, and --limit would take all hosts of the group"
+            yield Fault(line_of(root, loc), named(loc), what, f"another name, as {name}-1")
 
 
 def _groups_known(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
