@@ -206,6 +206,21 @@ def test_names_that_are_made_and_given(tmp_path: Path, monkeypatch: pytest.Monke
         assert said.startswith("Error: the name ")
 
 
+def test_a_line_is_the_whole_way_to_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port or a jump host of before would lead to another machine, or to none."""
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert add("ssh -J me@bastion root@10.0.0.5 -p 2222", "--name", "gpu")[0] == 0
+    code, said = add("ssh -J me@other root@10.0.0.6", "--name", "gpu")
+    assert (code, "left out" in said) == (0, False)
+    assert load_fleet(Path("fleet.yaml")).file.hosts["gpu"].jump == "me@other"
+    code, said = add("root@203.0.113.7", "--name", "gpu")
+    assert code == 0
+    assert "note: the jump host of gpu is left out: the line has none (-J)" in said
+    entry = load_fleet(Path("fleet.yaml")).file.hosts["gpu"]
+    assert (entry.address, entry.port, entry.jump) == ("203.0.113.7", 22, None)
+
+
 def test_a_host_and_a_group_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyinfra looks for the group first: --limit would act on all hosts of it."""
     make(tmp_path)

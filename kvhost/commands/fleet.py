@@ -98,6 +98,8 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     except FleetError as error:
         raise click.ClickException(str(error)) from None
     console = Console(stderr=True)
+    for note in target.notes:  # before the look, which one of them may explain
+        console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     if new_key:
         _forget(top, str(entry["address"]), int(entry.get("port", 22)))
     if not no_look:
@@ -111,8 +113,6 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
             console.print(Text(printable(row)), soft_wrap=True)
         for row in look.problems(entry, seen):
             raise click.ClickException(f"{name}: not written: {row}")
-    for note in target.notes:
-        console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     try:
         _save(root, top / CANDIDATE)
         load_fleet(top / CANDIDATE, folder=top)
@@ -176,8 +176,11 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
     if not isinstance(hosts.get(name), CommentedMap):
         hosts[name] = CommentedMap()
     entry: CommentedMap = hosts[name]
+    # the line is the whole way to the host
     if "port" not in said and entry.get("port", 22) != 22:
-        said["port"] = 22  # the line's, for it is the whole way to the host
+        said["port"] = 22
+    if "jump" not in said and entry.pop("jump", None) is not None:
+        target.notes.append(f"the jump host of {name} is left out: the line has none (-J)")
     for key, value in said.items():
         entry[key] = value
     if target.key is not None:
