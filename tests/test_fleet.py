@@ -40,6 +40,7 @@ hosts:
     role: pod
     volume: /workspace
     jump: me@bastion:2200
+    password: {env: P1_LOGIN}
     host_key: any
 """
 
@@ -59,7 +60,8 @@ def faults(folder: Path, text: str) -> list[tuple[int, str, str]]:
 def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys/id").touch(mode=0o600)
-    groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), {"ONE_SUDO": "pw"})
+    env = {"ONE_SUDO": "pw-of-sudo", "P1_LOGIN": "pw-of-ssh"}
+    groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), env)
     one, pod = (dict(groups["all"])[name] for name in ("one", "p1"))
     assert one["ssh_hostname"] == "192.0.2.1"
     assert one["ssh_key"] == str(tmp_path / "keys/id")
@@ -70,7 +72,7 @@ def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
     assert (pod["ssh_port"], pod["ssh_known_hosts_file"]) == (40022, "/dev/null")
     assert pod["cache_limit_gib"] == 10
     assert (groups["gpu_a"], groups["pod"], groups["vm"]) == (["one"], ["p1"], ["one"])
-    assert "pw" not in repr(groups), "the password is among the data that pyinfra shows"
+    assert "pw-of" not in repr(groups), "the password is among the data that pyinfra shows"
     config = Path(pod["ssh_config_file"]).read_text()
     assert "Host 203.0.113.7\n  ProxyJump me@bastion:2200\n" in config
     assert f"Host bastion\n  Port 2200\n  User me\n  UserKnownHostsFile {tmp_path}" in config

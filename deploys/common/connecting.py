@@ -145,8 +145,9 @@ def _names(state: Any, op_hash: str) -> str:
 def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
     def connected() -> None:
         secret = _given.get(host.name, {}).get("password")
-        if secret is not None:
-            host.connector.data["ssh_password"] = secret.get_secret_value()
+        password = secret.get_secret_value() if secret else host.connector.data["ssh_password"]
+        if password:
+            host.connector.data["ssh_password"] = Hidden(password)
         given = host.connector.data["ssh_paramiko_connect_kwargs"] or {}
         host.connector.data["ssh_paramiko_connect_kwargs"] = {
             "transport_factory": Prompt,
@@ -171,6 +172,15 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
             _sudo(host)
 
     return connected
+
+
+class Hidden(str):
+    """A password for paramiko, whose arguments pyinfra shows with --debug."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'********'"
 
 
 class Prompt(Transport):

@@ -309,21 +309,19 @@ def pyinfra_hosts(fleet: Fleet, env: Mapping[str, str] | None = None) -> dict[st
 
     Writes the ssh configuration that jump hosts need. Raises FleetError.
     """
-    secrets = secrets_of(fleet, os.environ if env is None else env)
+    secrets_of(fleet, os.environ if env is None else env)  # they are there; who connects reads them
     config = write_ssh_config(fleet)
     groups: dict[str, list[Any]] = {"all": []}
     for name, entry in fleet.file.hosts.items():
-        data = connection_data(fleet, entry, secrets.get(name, {}), config)
+        data = connection_data(fleet, entry, config)
         groups["all"].append((name, data | fleet.settings_of(name)))
         for group in (entry.role, *entry.groups):
             groups.setdefault(group, []).append(name)
     return groups
 
 
-def connection_data(
-    fleet: Fleet, entry: HostEntry, secrets: Mapping[str, Secret], ssh_config: Path
-) -> dict[str, Any]:
-    """pyinfra's own keys for one host."""
+def connection_data(fleet: Fleet, entry: HostEntry, ssh_config: Path) -> dict[str, Any]:
+    """pyinfra's own keys for one host. No secret: `pyinfra debug-inventory` shows them."""
     if entry.address == LOCAL:
         return {"_sudo": True} if entry.sudo else {}
     known = "/dev/null" if entry.host_key == "any" else str(fleet.folder / KNOWN_HOSTS)
@@ -342,8 +340,6 @@ def connection_data(
         data["ssh_config_file"] = str(ssh_config)
     if entry.sudo:
         data["_sudo"] = True
-    if "password" in secrets:
-        data["ssh_password"] = secrets["password"].get_secret_value()
     return data
 
 
