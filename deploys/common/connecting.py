@@ -25,6 +25,7 @@ from pyinfra.connectors.scp import SCPClient
 from deploys.common import asked, early
 from deploys.common.journal import heed_interrupts
 from deploys.common.reasons import hide
+from deploys.common.sudo import with_sudo
 from kvhost.basics import lenient_output
 from kvhost.fleet import known_hosts, ssh_key
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
@@ -38,22 +39,6 @@ REPO = Path(__file__).resolve().parents[2]
 
 #: host -> "password" | "sudo_password" -> secret; never among the hosts' data, which are shown
 _given: dict[str, Mapping[str, Secret]] = {}
-#: what pyinfra takes for sudo's password, so that it asks by the helper; no secret
-_BY_HELPER = "asked-by-helper"
-
-#: Run without sudo, the helper on its stdin. Prints free | PATH of the helper | wrong | none.
-#: The helper holds the password, in memory, 0700 of the login; pyinfra removes it at the end.
-_TRY_SUDO = """
-if sudo -n true 2>/dev/null; then cat >/dev/null; echo free; exit 0; fi
-command -v sudo >/dev/null || { cat >/dev/null; echo none; exit 0; }
-umask 077
-for d in "$XDG_RUNTIME_DIR" /dev/shm /tmp; do [ -n "$d" ] && [ -w "$d" ] && break; done
-find "$d" -maxdepth 1 -name 'kvhost-askpass-*' -user "$(id -un)" -mmin +720 -delete 2>/dev/null
-f=$(mktemp "$d/kvhost-askpass-XXXXXXXX") && cat >"$f" && chmod 700 "$f" || exit 1
-if [ -s "$f" ] && SUDO_ASKPASS=$f sudo -A -k true 2>/dev/null; then echo "$f"; exit 0; fi
-if [ -s "$f" ]; then echo wrong; else echo asks; fi
-rm -f "$f"
-"""
 
 
 def watch() -> None:
@@ -169,7 +154,7 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
         if host.connector.data["ssh_known_hosts_file"] == "/dev/null":
             _any_key(host)
         if not early.begin(host) and host.data.get("_sudo"):
-            _sudo(host)
+            with_sudo(host, _given.get(host.name, {}).get("sudo_password"))
 
     return connected
 
@@ -280,34 +265,6 @@ def _any_key(host: Any) -> None:
     told = known_hosts.record(REPO / KNOWN_HOSTS, address, port, key.get_name(), key.get_base64())
     if told:
         logger.warning(f"{host.print_prefix}{told}")
-
-
-def _sudo(host: Any) -> None:
-    """Without a password first; with it only where sudo asks. Raises ConnectError."""
-    secret = _given.get(host.name, {}).get("sudo_password")
-    given = secret.get_secret_value() if secret else ""
-    # the password is the helper's text, handed over on stdin: no process has it as an argument
-    helper = f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(given)}\n" if given else ""
-    _, output = host.run_shell_command(
-        StringCommand("sh", "-c", shlex.quote(_TRY_SUDO)),
-        _sudo=False,
-        _stdin=[helper] if helper else "",
-    )
-    said = output.stdout_lines[-1].strip() if output.stdout_lines else ""
-    if said == "free":
-        return
-    if said.startswith("/"):
-        for folder in {host.get_temp_dir_config(), host.data.get("_temp_dir") or "/tmp"}:
-            host.connector_data[f"sudo_askpass_path__{folder}"] = said
-        host.host_data["_sudo_password"] = _BY_HELPER
-        return
-    why = {
-        "wrong": "sudo does not take the password of sudo_password",
-        "asks": "sudo asks for a password. Write sudo_password: {env: NAME} or {file: …} in "
-        "fleet.yaml, or allow this user NOPASSWD",
-        "none": "there is no sudo on this host: connect as root, or install it",
-    }.get(said, f"sudo could not be tried: {output.stderr or output.stdout or 'no answer'}")
-    raise ConnectError(why)
 
 
 def _transfer(host: Any) -> Callable[[], Any]:
