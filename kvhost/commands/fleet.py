@@ -101,7 +101,8 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     for note in target.notes:  # before the look, which one of them may explain
         console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     if new_key:
-        _forget(top, str(entry["address"]), int(entry.get("port", 22)))
+        place = (str(entry["address"]), int(entry.get("port", 22)))
+        _forget(top, known_hosts.entry_name(*place))
     if not no_look:
         os.environ[FLEET_VARIABLE] = CANDIDATE
         code, answers = ask(pyinfra, FLEET_INVENTORY, "deploys/look.py", ("--limit", name), {})
@@ -138,11 +139,12 @@ def _alone(top: Path) -> Iterator[None]:
 
 
 @inventory_group.command("new-key", epilog=DONE_HERE)
-@click.argument("name")
+@click.argument("name", metavar="HOST|ADDRESS[:PORT]")
 def inventory_new_key(name: str) -> None:
-    """Forget the host key of NAME.
+    """Forget a host key.
 
-    Its address is known to be another machine now.
+    That of a HOST of fleet.yaml, or of an ADDRESS, as a jump host's, which is known to be another
+    machine now.
     The next connection keeps the key that it is shown. What was known stays as a comment.
     """
     top = copy_root()
@@ -151,15 +153,21 @@ def inventory_new_key(name: str) -> None:
     except FleetError as error:
         raise click.ClickException(str(error)) from None
     entry = fleet.file.hosts.get(name)
-    if entry is None:
-        raise click.ClickException(f"{name}: no such host in {fleet.path}")
-    _forget(top, entry.address, entry.port)
+    if entry is not None:
+        return _forget(top, known_hosts.entry_name(entry.address, entry.port))
+    found = known_hosts.entries(top / KNOWN_HOSTS, name)
+    if not found:
+        what = f"{short(name)}: no such host in {fleet.path}, and no such address in {KNOWN_HOSTS}"
+        raise click.ClickException(what)
+    for one in found:
+        _forget(top, one)
+    return None
 
 
-def _forget(top: Path, address: str, port: int) -> None:
-    gone = known_hosts.forget(top / KNOWN_HOSTS, address, port)
+def _forget(top: Path, entry: str) -> None:
+    gone = known_hosts.forget(top / KNOWN_HOSTS, entry)
     said = ", ".join(gone) or "no key of it"
-    click.echo(f"{known_hosts.entry_name(address, port)}: {said} taken out of {KNOWN_HOSTS}")
+    click.echo(f"{entry}: {said} taken out of {KNOWN_HOSTS}")
 
 
 def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[str, CommentedMap]:

@@ -9,6 +9,7 @@ import base64
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from pathlib import Path
 
 #: the file, below the working copy
 KNOWN_HOSTS = "known_hosts"
+_PLACE = re.compile(r"(?:\[([^\]]+)\]|([^:\[\]]+)):([0-9]{1,5})")
 
 
 def entry_name(address: str, port: int) -> str:
@@ -29,10 +31,21 @@ def fingerprint(key_base64: str) -> str:
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
-def forget(path: Path, address: str, port: int) -> list[str]:
-    """Takes the keys of a host out. The fingerprints of what was there. Raises OSError."""
+def entries(path: Path, given: str) -> list[str]:
+    """Names in the file that ADDRESS[:PORT] means; without a port, where 22 has none, all ports."""
+    names = {words[0] for words in _lines(path)}
+    parts = _PLACE.fullmatch(given)
+    if parts and parts[3]:
+        given = entry_name(parts[1] or parts[2], int(parts[3]))
+    if given in names:
+        return [given]
+    return sorted(name for name in names if name.startswith(f"[{given.strip('[]')}]:"))
+
+
+def forget(path: Path, name: str) -> list[str]:
+    """Takes the keys of an entry out. The fingerprints of what was there. Raises OSError."""
     with _locked(path):
-        return _replace(path, entry_name(address, port), None, "taken out")
+        return _replace(path, name, None, "taken out")
 
 
 def record(path: Path, address: str, port: int, kind: str, key_base64: str) -> str | None:
