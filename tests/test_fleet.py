@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -345,6 +346,27 @@ def test_another_host_key_is_recorded(tmp_path: Path) -> None:
     assert lines[:2] == ["# mine", "other ssh-ed25519 QUFBQQ=="]
     assert [line.split()[2] for line in lines[2:]] == ["replaced:", "taken"]
     assert known_hosts.entry_name("h", 22) == "h"
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="openssh-client")
+def test_a_key_is_forgotten_however_its_line_was_written(tmp_path: Path) -> None:
+    """Lines that people put there: several names, or hashed, as Debian's ssh writes them."""
+    path, at = tmp_path / "known_hosts", "[203.0.113.7]:40022"
+    path.write_text(f"gpu,{at},10.0.0.1 ssh-rsa {KEY_B}\n")
+    assert known_hosts.entries(path, "203.0.113.7") == [at]
+    assert known_hosts.forget(path, at) == [known_hosts.fingerprint(KEY_B)]
+    assert path.read_text().splitlines()[1:] == [f"gpu,10.0.0.1 ssh-rsa {KEY_B}"]
+    key = tmp_path / "id"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    kind, text, *_ = key.with_suffix(".pub").read_text().split()
+    path.write_text(f"{at} {kind} {text}\nother {kind} {text}\n")
+    subprocess.run(["ssh-keygen", "-H", "-f", path], check=True, capture_output=True)
+    assert at not in path.read_text(), "it is hashed"
+    assert known_hosts.entries(path, "203.0.113.7:40022") == [at]
+    assert known_hosts.record(path, "203.0.113.7", 40022, kind, text) is None
+    assert known_hosts.forget(path, at) == [known_hosts.fingerprint(text)]
+    assert known_hosts.forget(path, at) == []
+    assert known_hosts.entries(path, "other") == ["other"]
 
 
 def test_an_address_is_found_among_the_known(tmp_path: Path) -> None:
