@@ -141,7 +141,7 @@ def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
         if password:
             data["ssh_password"] = Hidden(password)
         given = data["ssh_paramiko_connect_kwargs"] or {}
-        way = _way(host)
+        way = given.get("sock") or _way(host)  # it is there after a reboot
         by_way = {"sock": way} if way else {}
         data["ssh_paramiko_connect_kwargs"] = {"transport_factory": Prompt, **given, **by_way}
         try:
