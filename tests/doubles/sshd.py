@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import paramiko
@@ -30,14 +31,14 @@ class Server(paramiko.ServerInterface):
     def check_auth_publickey(self, username: str, key: Any) -> int:
         if self.only not in (None, username):
             return paramiko.AUTH_FAILED  # type: ignore[attr-defined, no-any-return]
-        print("login", username, flush=True)
+        print(f"login {username}\n", end="", flush=True)
         return paramiko.AUTH_SUCCESSFUL  # type: ignore[attr-defined, no-any-return]
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         return paramiko.OPEN_SUCCEEDED  # type: ignore[attr-defined, no-any-return]
 
     def check_channel_direct_tcpip_request(self, chanid: int, origin: Any, destination: Any) -> int:
-        print("to", *destination, flush=True)
+        print("to {} {}\n".format(*destination), end="", flush=True)
         try:
             self.to[chanid] = socket.create_connection(destination, 5)
         except OSError:
@@ -51,6 +52,7 @@ class Server(paramiko.ServerInterface):
 
 def run(channel: paramiko.Channel, command: bytes) -> None:
     done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True)
+    time.sleep(0.2)  # paramiko says yes to the request only after check_… has returned
     channel.sendall(done.stdout)
     channel.sendall_stderr(done.stderr)
     channel.send_exit_status(done.returncode)
