@@ -28,7 +28,6 @@ _IGNORE = """\
 .venv/
 __pycache__/
 pyinfra-debug.log
-/.kvhost/ssh_config*
 /.kvhost/candidate*
 /.*.lock
 /reports/

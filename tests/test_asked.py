@@ -40,6 +40,18 @@ def test_a_limit_that_names_nobody_is_wrong_usage(copy: Copy, command: str) -> N
         assert wrong not in text
 
 
+def test_a_limit_that_is_a_host_and_a_group_is_wrong_usage(copy: Copy) -> None:
+    """pyinfra takes the group, and so all of its hosts: here that of the file, some.py."""
+    inventory = copy.inventory('"@local", ("some", {"ssh_hostname": "127.0.0.1"})')
+    for option in ("--limit", "--exclude"):
+        code, text = copy.pyinfra(inventory, "exec", option, "some", "--", "true")
+        assert (code, "Connecting" in text) == (2, False), text
+        assert f"{option} some: a host and a group are called so" in text
+    alone = copy.inventory('("some", {"ssh_hostname": "127.0.0.1", "ssh_port": 1})')
+    code, text = copy.pyinfra(alone, "exec", "--limit", "some", "--", "true")
+    assert (code, "127.0.0.1 port 1 cannot be reached" in text) == (1, True), text
+
+
 def test_the_nearest_host_is_named_and_every_limit_counts(copy: Copy) -> None:
     inventory = copy.inventory('"@local", ("gpu-1", {"ssh_hostname": "127.0.0.1"})')
     for option, word in (("--limit", "gpu1"), ("--exclude", "gpu_1")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from kvhost.fleet import known_hosts
 from kvhost.fleet.read import load_fleet, pyinfra_hosts
+from kvhost.fleet.ways import way_to
 from kvhost.fleet.yaml import FleetError
 from kvhost.settings import validate_hosts
 
@@ -40,6 +42,7 @@ hosts:
     role: pod
     volume: /workspace
     jump: me@bastion:2200
+    password: {env: P1_LOGIN}
     host_key: any
 """
 
@@ -59,7 +62,8 @@ def faults(folder: Path, text: str) -> list[tuple[int, str, str]]:
 def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys/id").touch(mode=0o600)
-    groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), {"ONE_SUDO": "pw"})
+    env = {"ONE_SUDO": "pw-of-sudo", "P1_LOGIN": "pw-of-ssh"}
+    groups = pyinfra_hosts(load_fleet(write(tmp_path, GOOD)), env)
     one, pod = (dict(groups["all"])[name] for name in ("one", "p1"))
     assert one["ssh_hostname"] == "192.0.2.1"
     assert one["ssh_key"] == str(tmp_path / "keys/id")
@@ -70,10 +74,9 @@ def test_hosts_as_pyinfra_has_them(tmp_path: Path) -> None:
     assert (pod["ssh_port"], pod["ssh_known_hosts_file"]) == (40022, "/dev/null")
     assert pod["cache_limit_gib"] == 10
     assert (groups["gpu_a"], groups["pod"], groups["vm"]) == (["one"], ["p1"], ["one"])
-    assert "pw" not in repr(groups), "the password is among the data that pyinfra shows"
-    config = Path(pod["ssh_config_file"]).read_text()
-    assert "Host 203.0.113.7\n  ProxyJump me@bastion:2200\n" in config
-    assert f"Host bastion\n  Port 2200\n  User me\n  UserKnownHostsFile {tmp_path}" in config
+    assert "pw-of" not in repr(groups), "the password is among the data that pyinfra shows"
+    assert pod["ssh_config_file"] == "/dev/null", "a way in ~/.ssh/config is not the fleet's"
+    assert "ssh_config_file" not in one
 
 
 def test_every_fault_at_once_with_its_line(tmp_path: Path) -> None:
@@ -240,6 +243,11 @@ hosts:
         ("hosts:\n  'a b': {address: x}\n", 2, "must be letters"),
         ("hosts:\n  a: {address: x, sudo_password: {env: A}}\n", 2, "sudo is not asked for"),
         ("hosts:\n  a: {address: x, password: {env: A, file: b}}\n", 2, "names one place"),
+        ("groups: {b: }\nhosts:\n  a: {address: x, groups: [b]}\n  b: {address: y}\n", 4,
+         "is the name of a group too"),
+        ("groups: {b: }\nhosts:\n  b: {address: y}\n", 3, "--limit would take all hosts of"),
+        ("hosts:\n  vm: {address: y}\n", 2, "is the name of a group or a role"),
+        ("hosts:\n  fleet: {address: y}\n", 2, "is the name of a group or a role"),
         ("hosts:\n  a: {address: x, port: 0}\n", 2, "must be a port"),
         ("hosts:\n  a: {address: '@local'}\n", 2, "this machine is called @local"),
         ("hosts:\n  '@local': {address: x}\n", 2, "this machine is called @local"),
@@ -299,6 +307,30 @@ def test_a_key_with_nothing_below_it_is_one_that_was_just_begun(tmp_path: Path) 
     assert load_fleet(write(tmp_path, text)).file.hosts == {}
 
 
+#: hosts that lie behind each other, and the logins that lead to each
+WAYS = {
+    "inner": ("{address: 10.0.0.5, jump: me@bastion}", "me@bastion:22"),
+    "deep": ("{address: 10.0.0.6, jump: root@10.0.0.5:2222}", "me@bastion:22 root@10.0.0.5:2222"),
+    "deeper": ("{address: 10.0.0.7, jump: 10.0.0.6}",
+               "me@bastion:22 root@10.0.0.5:2222 10.0.0.6:22"),
+    "two": ("{address: 10.0.0.8, jump: 'm@[2001:db8::1]:2200,10.0.0.9'}",
+            "m@2001:db8::1:2200 ann@10.0.0.9:22"),
+    "nine": ("{address: 10.0.0.9, user: ann}", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [list(WAYS), list(reversed(WAYS))], ids=["on", "back"])
+def test_the_way_to_a_host_leads_through_every_jump_host(order: list[str], tmp_path: Path) -> None:
+    """Whichever host the file has first; a host of the fleet on the way has its own key there."""
+    text = "hosts:\n" + "".join(f"  {name}: {WAYS[name][0]}\n" for name in order)
+    file = load_fleet(write(tmp_path, text)).file
+    for name, (_, expected) in WAYS.items():
+        hops = way_to(file, name)
+        said = [f"{hop.user}@" * bool(hop.user) + f"{hop.address}:{hop.port}" for hop in hops]
+        assert " ".join(said) == expected, name
+    assert [hop.host for hop in way_to(file, "deeper")] == [None, None, "deep"]
+
+
 KEY_A, KEY_B = "QUFBQQ==", "QkJCQg=="
 
 
@@ -309,11 +341,45 @@ def test_another_host_key_is_recorded(tmp_path: Path) -> None:
     assert known_hosts.record(path, "h", 40022, "ssh-ed25519", KEY_A) is None
     told = str(known_hosts.record(path, "h", 40022, "ssh-ed25519", KEY_B))
     assert f"{known_hosts.fingerprint(KEY_B)}, not {known_hosts.fingerprint(KEY_A)}" in told
-    assert known_hosts.forget(path, "h", 40022) == [known_hosts.fingerprint(KEY_B)]
+    assert known_hosts.forget(path, "[h]:40022") == [known_hosts.fingerprint(KEY_B)]
     lines = path.read_text().splitlines()
     assert lines[:2] == ["# mine", "other ssh-ed25519 QUFBQQ=="]
     assert [line.split()[2] for line in lines[2:]] == ["replaced:", "taken"]
     assert known_hosts.entry_name("h", 22) == "h"
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="openssh-client")
+def test_a_key_is_forgotten_however_its_line_was_written(tmp_path: Path) -> None:
+    """Lines that people put there: several names, or hashed, as Debian's ssh writes them."""
+    path, at = tmp_path / "known_hosts", "[203.0.113.7]:40022"
+    path.write_text(f"gpu,{at},10.0.0.1 ssh-rsa {KEY_B}\n")
+    assert known_hosts.entries(path, "203.0.113.7") == [at]
+    assert known_hosts.forget(path, at) == [known_hosts.fingerprint(KEY_B)]
+    assert path.read_text().splitlines()[1:] == [f"gpu,10.0.0.1 ssh-rsa {KEY_B}"]
+    key = tmp_path / "id"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    kind, text, *_ = key.with_suffix(".pub").read_text().split()
+    path.write_text(f"{at} {kind} {text}\nother {kind} {text}\n")
+    subprocess.run(["ssh-keygen", "-H", "-f", path], check=True, capture_output=True)
+    assert at not in path.read_text(), "it is hashed"
+    assert known_hosts.entries(path, "203.0.113.7:40022") == [at]
+    assert known_hosts.record(path, "203.0.113.7", 40022, kind, text) is None
+    assert known_hosts.forget(path, at) == [known_hosts.fingerprint(text)]
+    assert known_hosts.forget(path, at) == []
+    assert known_hosts.entries(path, "other") == ["other"]
+
+
+def test_an_address_is_found_among_the_known(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    names = ["h", "[h]:2200", "[i]:2200", "[i]:2201", "2001:db8::1", "[2001:db8::1]:2200"]
+    path.write_text("".join(f"{name} ssh-ed25519 {KEY_A}\n" for name in names))
+    for given, found in {
+        "h": ["h"], "h:22": ["h"], "h:2200": ["[h]:2200"], "[h]:2200": ["[h]:2200"], "h:1": [],
+        "i": ["[i]:2200", "[i]:2201"], "2001:db8::1": ["2001:db8::1"], "db8": [], "": [],
+        "[2001:db8::1]:22": ["2001:db8::1"], "[2001:db8::1]:2200": ["[2001:db8::1]:2200"],
+    }.items():  # fmt: skip
+        assert known_hosts.entries(path, given) == found, given
+    assert known_hosts.entries(tmp_path / "none", "h") == []
 
 
 @pytest.mark.parametrize("name", ["home", "rented_vm", "pod"])

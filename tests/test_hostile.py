@@ -206,6 +206,36 @@ def test_names_that_are_made_and_given(tmp_path: Path, monkeypatch: pytest.Monke
         assert said.startswith("Error: the name ")
 
 
+def test_a_line_is_the_whole_way_to_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port or a jump host of before would lead to another machine, or to none."""
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert add("ssh -J me@bastion root@10.0.0.5 -p 2222", "--name", "gpu")[0] == 0
+    code, said = add("ssh -J me@other root@10.0.0.6", "--name", "gpu")
+    assert (code, "left out" in said) == (0, False)
+    assert load_fleet(Path("fleet.yaml")).file.hosts["gpu"].jump == "me@other"
+    code, said = add("root@203.0.113.7", "--name", "gpu")
+    assert code == 0
+    assert "note: the jump host of gpu is left out: the line has none (-J)" in said
+    entry = load_fleet(Path("fleet.yaml")).file.hosts["gpu"]
+    assert (entry.address, entry.port, entry.jump) == ("203.0.113.7", 22, None)
+
+
+def test_a_host_and_a_group_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyinfra looks for the group first: --limit would act on all hosts of it."""
+    make(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = "groups:\n  gpu:\n  # more\nhosts:\n  one: {address: 192.0.2.1, groups: [gpu]}\n"
+    Path("fleet.yaml").write_text(text)
+    for words in (("--name", "gpu"), ("--name", "two", "--group", "one"),
+                  ("--name", "two", "--group", "two")):  # fmt: skip
+        code, said = add("root@192.0.2.2", *words)
+        assert (code, Path("fleet.yaml").read_text()) == (1, text), said
+        assert "would be a host and a group, and --limit would take the group; write" in said
+    Path("fleet.yaml").write_text("groups:\n  # none yet\nhosts:\n")
+    assert add("root@192.0.2.2", "--name", "one", "--group", "gpu")[0] == 0
+
+
 def test_hosts_that_are_added_at_once_are_all_there(tmp_path: Path) -> None:
     make(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -85,6 +85,18 @@ def test_a_terminal_of_ascii(tmp_path: Path) -> None:
     assert out.read_text() == "h\\xf6st\n"
 
 
+def test_a_known_secret_is_on_no_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What only looks like one goes on as it is: a program may read it."""
+    code = "import sys\nfor out in (sys.stdout, sys.stderr): print('a hunter22 token=b', file=out)"
+    argv = [sys.executable, "-c", code]
+    assert running.run(argv, tmp_path, tmp_path, "plan", lambda: ["hunter22"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "a ******** token=b\n"
+    assert err.startswith(out)
+    (log,) = tmp_path.glob("*.log")
+    assert log.read_text() == 2 * "a ******** token=********\n"
+
+
 def test_a_journal_on_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
     """What is done to the hosts goes on; a host that is not told done does not count as done."""
     journal.tell("done", "/dev/full", host="a", changed=1)

@@ -18,6 +18,7 @@ from kvhost import working_copy
 pytestmark = pytest.mark.fleet
 REPO = Path(__file__).parents[1]
 KVHOST = "import sys; sys.argv[0] = 'kvhost'; from kvhost.cli import main; main()"
+PASSWORD = "login-61f0a2 x"  # planted, and searched for
 NO_SSH = "closes it or says what is no SSH"
 
 
@@ -52,10 +53,14 @@ def answering(text: bytes | None) -> Iterator[int]:
 
 
 def kvhost(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run(copy, sys.executable, "-c", KVHOST, *words)
+
+
+def run(copy: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", KVHOST, *words],
+        argv,
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(REPO), "COLUMNS": "300"},
+        env={**os.environ, "PYTHONPATH": f"{copy}:{REPO}", "COLUMNS": "300"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -85,3 +90,29 @@ def test_a_port_that_is_not_sshds_is_told_in_a_line(
         told = [line for line in done.stdout.splitlines() if "cannot be reached" in line]
         assert told, done.stdout
         assert all(f"port {port}" in line and said in line for line in told)
+
+
+def test_a_password_that_logs_in_is_shown_nowhere(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyinfra prints hosts' data with debug-inventory, and paramiko's arguments with --debug."""
+    monkeypatch.setenv("LOGIN", PASSWORD)
+    entry = "{address: 127.0.0.1, port: %d, password: {env: LOGIN}}"
+    program = str(Path(sys.executable).with_name("pyinfra"))
+    with answering(None) as port:
+        (copy / "fleet.yaml").write_text(f"hosts:\n  a: {entry % port}\n")
+        fleet = (program, "-y", "inventories/fleet.py")
+        try:
+            data = run(copy, *fleet, "debug-inventory")
+            tried = run(copy, *fleet, "--debug", "exec", "--", "true")
+            other = f"hosts = [('a', {{'ssh_hostname': '127.0.0.1', 'ssh_port': {port}, "
+            (copy / "other.py").write_text(f"{other}'ssh_password': {PASSWORD!r}}})]\n")
+            own = run(copy, program, "-y", "other.py", "--debug", "exec", "--", "true")
+        finally:
+            (copy / "fleet.yaml").unlink()
+    assert "ssh_hostname" in data.stdout, data.stdout
+    assert PASSWORD not in data.stdout
+    for done in (tried, own):
+        (line,) = [one for one in done.stdout.splitlines() if "Connecting to: 127.0.0.1" in one]
+        assert "'password': '********'" in line
+    assert PASSWORD not in tried.stdout

@@ -72,6 +72,13 @@ def check_hosts(inventory: Any, options: Mapping[str, Any], chosen: Any) -> None
         _stop("the inventory has no host: nothing was done (docs/fleets.md)")
     for option in ("limit", "exclude"):
         for word in options.get(option) or ():
+            of_it = [host.name for host in inventory.groups[word]] if word in groups else [word]
+            if word in names and of_it != [word]:
+                _stop(
+                    f"--{option} {printable(word)}: a host and a group are called so, and pyinfra "
+                    "would take the group (the name of the inventory's file is one too). Give the "
+                    "host another name. Nothing was done"
+                )
             if word in groups or any(fnmatch(name, word) for name in names):
                 continue
             # of a group of all hosts nobody is to be told by a slip of the pen

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paramiko import SFTPClient, SSHException, Transport
+from paramiko import BadHostKeyException, SFTPClient, SSHException
 from paramiko.ssh_exception import NoValidConnectionsError
 from pyinfra import context, logger
 from pyinfra.api import StringCommand
@@ -25,6 +25,9 @@ from pyinfra.connectors.scp import SCPClient
 from deploys.common import asked, early
 from deploys.common.journal import heed_interrupts
 from deploys.common.reasons import hide
+from deploys.common.sudo import with_sudo
+from deploys.common.unreached import Place, explained
+from deploys.common.way import Login, Prompt, Unreached, Way, record_any, said
 from kvhost.basics import lenient_output
 from kvhost.fleet import known_hosts, ssh_key
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
@@ -32,28 +35,15 @@ from kvhost.records import journal
 from kvhost.records.progress import tell
 
 if TYPE_CHECKING:  # nothing is loaded before the hosts are connected to that can wait until then
+    from kvhost.fleet.read import Fleet
     from kvhost.secrets import Secret
 
 REPO = Path(__file__).resolve().parents[2]
 
 #: host -> "password" | "sudo_password" -> secret; never among the hosts' data, which are shown
 _given: dict[str, Mapping[str, Secret]] = {}
-#: what pyinfra takes for sudo's password, so that it asks by the helper; no secret
-_BY_HELPER = "asked-by-helper"
-
-#: Run without sudo, the helper on its stdin. Prints free | PATH of the helper | wrong | none.
-#: The helper holds the password, in memory, 0700 of the login; pyinfra removes it at the end.
-_TRY_SUDO = """
-if sudo -n true 2>/dev/null; then cat >/dev/null; echo free; exit 0; fi
-command -v sudo >/dev/null || { cat >/dev/null; echo none; exit 0; }
-umask 077
-for d in "$XDG_RUNTIME_DIR" /dev/shm /tmp; do [ -n "$d" ] && [ -w "$d" ] && break; done
-find "$d" -maxdepth 1 -name 'kvhost-askpass-*' -user "$(id -un)" -mmin +720 -delete 2>/dev/null
-f=$(mktemp "$d/kvhost-askpass-XXXXXXXX") && cat >"$f" && chmod 700 "$f" || exit 1
-if [ -s "$f" ] && SUDO_ASKPASS=$f sudo -A -k true 2>/dev/null; then echo "$f"; exit 0; fi
-if [ -s "$f" ]; then echo wrong; else echo asks; fi
-rm -f "$f"
-"""
+#: where the hosts of this run come of it
+_fleet: Fleet | None = None
 
 
 def watch() -> None:
@@ -81,13 +71,14 @@ def watch() -> None:
 
 def fleet_inventory(path: Path | None = None) -> dict[str, list[Any]]:
     """Group -> hosts of fleet.yaml, for an inventory file. Raises PyinfraError."""
+    global _fleet
     from kvhost.fleet.read import FLEET_VARIABLE, load_fleet, pyinfra_hosts, secrets_of
     from kvhost.fleet.yaml import FleetError
 
     given = path or REPO / os.environ.get(FLEET_VARIABLE, "fleet.yaml")
     try:
         fleet = load_fleet(given, folder=REPO if path is None else None, env=os.environ)
-        hosts = pyinfra_hosts(fleet)
+        _fleet, hosts = fleet, pyinfra_hosts(fleet)
         _given.update(secrets_of(fleet, os.environ))
         hide(secret for given in _given.values() for secret in given.values())
         (REPO / KNOWN_HOSTS).touch()
@@ -144,51 +135,54 @@ def _names(state: Any, op_hash: str) -> str:
 
 def _connecting(host: Any, connect: Callable[[], None]) -> Callable[[], None]:
     def connected() -> None:
+        data = host.connector.data
         secret = _given.get(host.name, {}).get("password")
-        if secret is not None:
-            host.connector.data["ssh_password"] = secret.get_secret_value()
-        given = host.connector.data["ssh_paramiko_connect_kwargs"] or {}
-        host.connector.data["ssh_paramiko_connect_kwargs"] = {
-            "transport_factory": Prompt,
-            **given,
-        }
+        password = secret.get_secret_value() if secret else data["ssh_password"]
+        if password:
+            data["ssh_password"] = Hidden(password)
+        given = data["ssh_paramiko_connect_kwargs"] or {}
+        way = given.get("sock") or _way(host)  # it is there after a reboot
+        by_way = {"sock": way} if way else {}
+        data["ssh_paramiko_connect_kwargs"] = {"transport_factory": Prompt, **given, **by_way}
         try:
             _key(host)
             connect()
-        except ConnectError as error:
-            raise ConnectError(_explained(host, _plain(error))) from error
-        except ssh_key.KeyFault as error:
-            raise ConnectError(f"ssh_key (in fleet.yaml: key): {error}") from error
-        except PyinfraError as error:  # all else that it says of a key is told by _key
-            why = f"{error}; the passphrase that was typed does not open it"
-            raise ConnectError(f"ssh_key (in fleet.yaml: key): {why}") from error
-        except Exception as error:  # pyinfra would stop all hosts: a port that is no number, …
-            said = f"{type(error).__name__}: {error}"
-            raise ConnectError(f"cannot be connected to with what is set: {said}") from error
-        if host.connector.data["ssh_known_hosts_file"] == "/dev/null":
-            _any_key(host)
+        except Exception as error:
+            if way:
+                way.close()
+            raise ConnectError(_why(host, error)) from error
+        if data["ssh_known_hosts_file"] == "/dev/null":
+            record_any(host, host.connector.client, *_address(host))
         if not early.begin(host) and host.data.get("_sudo"):
-            _sudo(host)
+            with_sudo(host, _given.get(host.name, {}).get("sudo_password"))
 
     return connected
 
 
-class Prompt(Transport):
-    """Nothing waits for an acknowledgement that the kernel of the other end delays, by 40 ms.
+def _why(host: Any, error: Exception) -> str:
+    """What pyinfra would stop all hosts for is told of this one too: a port that is no number, …"""
+    below = error.__context__
+    if isinstance(error, Unreached):
+        return str(error)
+    if isinstance(error, ConnectError):
+        return explained(_place(host, below), _plain(error))
+    if isinstance(error, ssh_key.KeyFault):
+        return f"ssh_key (in fleet.yaml: key): {error}"
+    if isinstance(error, PyinfraError):  # all else that it says of a key is told by _key
+        why = f"{error}; the passphrase that was typed does not open it"
+        return f"ssh_key (in fleet.yaml: key): {why}"
+    if isinstance(below, BadHostKeyException):  # of a hop, of which pyinfra does not know the port
+        return explained(_place(host, below), said(below))
+    return f"cannot be connected to with what is set: {type(error).__name__}: {error}"
 
-    Small packets go out at once (TCP_NODELAY). And what sshd says by itself after the login (its
-    other host keys) is answered, with a message that means nothing: until then its kernel would
-    hold back what it says next, that there is a channel.
-    """
 
-    def __init__(self, sock: Any, **more: Any) -> None:
-        if hasattr(sock, "setsockopt"):  # a jump host's channel has none
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().__init__(sock, **more)
+class Hidden(str):
+    """A password for paramiko, whose arguments pyinfra shows with --debug."""
 
-    def _parse_global_request(self, message: Any) -> None:
-        super()._parse_global_request(message)  # type: ignore[misc]  # private to paramiko
-        self.send_ignore(1)
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'********'"
 
 
 def _key(host: Any) -> None:
@@ -212,92 +206,75 @@ def _key(host: Any) -> None:
             raise
 
 
-def _place(host: Any) -> tuple[str, int]:
+def _address(host: Any) -> tuple[str, int]:
     data = host.connector.data
     return str(data["ssh_hostname"] or host.name), int(data["ssh_port"] or 22)
+
+
+def _place(host: Any, error: BaseException | None) -> Place:
+    """The host as an error tells of it; `error`: what lies below it, which may be a hop's."""
+    address, port = _address(host)
+    if _fleet is not None and host.name in _fleet.file.hosts:
+        from kvhost.fleet.read import FLEET_VARIABLE
+
+        again = f"kvhost inventory new-key {shlex.quote(host.name)}"
+        if FLEET_VARIABLE in os.environ:  # `inventory add`: fleet.yaml has not this address yet
+            again = "the same command with --new-key"
+        return Place(address, port, KNOWN_HOSTS, again)
+    client = host.connector.client
+    named = error.hostname if isinstance(error, BadHostKeyException) else address
+    ask = f"`ssh {shlex.quote(named)}` says which line of which file it is"
+    place = Place(
+        address, port, "your known_hosts", ask,
+        login="Is ssh_user right, and is the key (ssh_key) among the machine's authorized_keys?",
+        once='ssh_strict_host_key_checking to "accept-new"',
+        strict='ssh_strict_host_key_checking is "yes"',
+    )  # fmt: skip
+    if client is not None and not hasattr(client, "_ssh_config"):  # set once the way is open
+        return replace(place, role="a jump host (ProxyJump of your SSH configuration) before ")
+    kept = getattr(client, "_host_keys_filename", None)
+    if not kept:
+        return place
+    file = str(Path(kept).absolute())
+    entry = known_hosts.entry_name(named, int(client._ssh_config.get("port", port)))
+    forget = f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(file)}"
+    return replace(place, known=file, forget=forget)
+
+
+def _way(host: Any) -> Way | None:
+    """The way to a host of the fleet that lies behind others."""
+    if _fleet is None or host.name not in _fleet.file.hosts:
+        return None
+    from kvhost.fleet.read import key_path
+    from kvhost.fleet.ways import way_to
+
+    logins = []
+    for hop in way_to(_fleet.file, host.name):
+        entry = _fleet.file.hosts[hop.host] if hop.host else None
+        at = f"[{hop.address}]:{hop.port}" if ":" in hop.address else f"{hop.address}:{hop.port}"
+        place = Place(
+            hop.address, hop.port, KNOWN_HOSTS, f"kvhost inventory new-key {shlex.quote(at)}",
+            login="Is the user right (jump: USER@HOST), and is the key (key: FILE of "
+            f"{hop.host or host.name}) among its authorized_keys?",
+            role=f"the jump host {hop.host + ', ' if hop.host else ''}",
+        )  # fmt: skip
+        password = _given.get(hop.host or "", {}).get("password")
+        logins.append(
+            Login(
+                place,
+                hop.user,
+                key_path(_fleet.folder, entry.key) if entry and entry.key else None,
+                Hidden(password.get_secret_value()) if password else None,
+                entry.host_key if entry else "once",
+            )
+        )
+    return Way(host, logins) if logins else None
 
 
 def _plain(error: ConnectError) -> str:
     """What pyinfra says of it; of a connection that did not come about what the system says."""
     cause = error.__context__
-    if isinstance(cause, NoValidConnectionsError):  # of each address; its own number is None
-        whys = {getattr(one, "strerror", None) or str(one) for one in cause.errors.values()}
-        return f"Could not connect ({', '.join(sorted(whys))})"
-    return str(error)
-
-
-#: paramiko's words where what answers begins as no sshd does
-_NO_SSH = ("SSH protocol banner", "Indecipherable protocol version", "Invalid SSH banner")
-
-
-def _explained(host: Any, said: str) -> str:
-    """The error with what to do about it."""
-    address, port = _place(host)
-    if "does not match" in said:
-        return (
-            f"{address} port {port} shows another host key than the one kept in {KNOWN_HOSTS}. "
-            "Either the machine is another one (a provider gave the address to a new one), or "
-            "somebody stands in between. If you know that it is new: "
-            f"kvhost inventory new-key {shlex.quote(host.name)}"
-        )
-    if "StrictPolicy" in said:
-        return (
-            f"{address} port {port} is not in {KNOWN_HOSTS}, and host_key is known. Put its key "
-            "there, from the provider's page or the machine's console, or set host_key: once"
-        )
-    if "Authentication error" in said:
-        return (
-            f"{address} port {port} lets nobody in with this login and key: {said}. Is user right, "
-            "and is the key (key: FILE) among the machine's authorized_keys?"
-        )
-    if any(words in said for words in _NO_SSH):
-        return (
-            f"{address} port {port} cannot be reached by SSH: it takes the connection, and then "
-            "closes it or says what is no SSH. Is it sshd's port? A provider's proxy does so too "
-            "while the machine still starts, and sshd where too many log in at once"
-        )
-    if "resolve" in said:
-        return f"{address}: no such name: {said}"
-    if "Could not connect" in said or "timed out" in said or "SSH error" in said:
-        return f"{address} port {port} cannot be reached: {said}"
-    return said
-
-
-def _any_key(host: Any) -> None:
-    """host_key any: another key is taken, and recorded with what was there before."""
-    key = host.connector.client.get_transport().get_remote_server_key()
-    address, port = _place(host)
-    told = known_hosts.record(REPO / KNOWN_HOSTS, address, port, key.get_name(), key.get_base64())
-    if told:
-        logger.warning(f"{host.print_prefix}{told}")
-
-
-def _sudo(host: Any) -> None:
-    """Without a password first; with it only where sudo asks. Raises ConnectError."""
-    secret = _given.get(host.name, {}).get("sudo_password")
-    given = secret.get_secret_value() if secret else ""
-    # the password is the helper's text, handed over on stdin: no process has it as an argument
-    helper = f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(given)}\n" if given else ""
-    _, output = host.run_shell_command(
-        StringCommand("sh", "-c", shlex.quote(_TRY_SUDO)),
-        _sudo=False,
-        _stdin=[helper] if helper else "",
-    )
-    said = output.stdout_lines[-1].strip() if output.stdout_lines else ""
-    if said == "free":
-        return
-    if said.startswith("/"):
-        for folder in {host.get_temp_dir_config(), host.data.get("_temp_dir") or "/tmp"}:
-            host.connector_data[f"sudo_askpass_path__{folder}"] = said
-        host.host_data["_sudo_password"] = _BY_HELPER
-        return
-    why = {
-        "wrong": "sudo does not take the password of sudo_password",
-        "asks": "sudo asks for a password. Write sudo_password: {env: NAME} or {file: …} in "
-        "fleet.yaml, or allow this user NOPASSWD",
-        "none": "there is no sudo on this host: connect as root, or install it",
-    }.get(said, f"sudo could not be tried: {output.stderr or output.stdout or 'no answer'}")
-    raise ConnectError(why)
+    return said(cause) if isinstance(cause, NoValidConnectionsError) else str(error)
 
 
 def _transfer(host: Any) -> Callable[[], Any]:

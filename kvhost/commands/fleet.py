@@ -98,8 +98,11 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
     except FleetError as error:
         raise click.ClickException(str(error)) from None
     console = Console(stderr=True)
+    for note in target.notes:  # before the look, which one of them may explain
+        console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     if new_key:
-        _forget(top, str(entry["address"]), int(entry.get("port", 22)))
+        place = (str(entry["address"]), int(entry.get("port", 22)))
+        _forget(top, known_hosts.entry_name(*place))
     if not no_look:
         os.environ[FLEET_VARIABLE] = CANDIDATE
         code, answers = ask(pyinfra, FLEET_INVENTORY, "deploys/look.py", ("--limit", name), {})
@@ -111,8 +114,6 @@ def inventory_add(line: str, new_key: bool, no_look: bool, **given: Any) -> None
             console.print(Text(printable(row)), soft_wrap=True)
         for row in look.problems(entry, seen):
             raise click.ClickException(f"{name}: not written: {row}")
-    for note in target.notes:
-        console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
     try:
         _save(root, top / CANDIDATE)
         load_fleet(top / CANDIDATE, folder=top)
@@ -138,11 +139,12 @@ def _alone(top: Path) -> Iterator[None]:
 
 
 @inventory_group.command("new-key", epilog=DONE_HERE)
-@click.argument("name")
+@click.argument("name", metavar="HOST|ADDRESS[:PORT]")
 def inventory_new_key(name: str) -> None:
-    """Forget the host key of NAME.
+    """Forget a host key.
 
-    Its address is known to be another machine now.
+    That of a HOST of fleet.yaml, or of an ADDRESS, as a jump host's, which is known to be another
+    machine now.
     The next connection keeps the key that it is shown. What was known stays as a comment.
     """
     top = copy_root()
@@ -151,15 +153,21 @@ def inventory_new_key(name: str) -> None:
     except FleetError as error:
         raise click.ClickException(str(error)) from None
     entry = fleet.file.hosts.get(name)
-    if entry is None:
-        raise click.ClickException(f"{name}: no such host in {fleet.path}")
-    _forget(top, entry.address, entry.port)
+    if entry is not None:
+        return _forget(top, known_hosts.entry_name(entry.address, entry.port))
+    found = known_hosts.entries(top / KNOWN_HOSTS, name)
+    if not found:
+        what = f"{short(name)}: no such host in {fleet.path}, and no such address in {KNOWN_HOSTS}"
+        raise click.ClickException(what)
+    for one in found:
+        _forget(top, one)
+    return None
 
 
-def _forget(top: Path, address: str, port: int) -> None:
-    gone = known_hosts.forget(top / KNOWN_HOSTS, address, port)
+def _forget(top: Path, entry: str) -> None:
+    gone = known_hosts.forget(top / KNOWN_HOSTS, entry)
     said = ", ".join(gone) or "no key of it"
-    click.echo(f"{known_hosts.entry_name(address, port)}: {said} taken out of {KNOWN_HOSTS}")
+    click.echo(f"{entry}: {said} taken out of {KNOWN_HOSTS}")
 
 
 def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[str, CommentedMap]:
@@ -176,8 +184,11 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
     if not isinstance(hosts.get(name), CommentedMap):
         hosts[name] = CommentedMap()
     entry: CommentedMap = hosts[name]
+    # the line is the whole way to the host
     if "port" not in said and entry.get("port", 22) != 22:
-        said["port"] = 22  # the line's, for it is the whole way to the host
+        said["port"] = 22
+    if "jump" not in said and entry.pop("jump", None) is not None:
+        target.notes.append(f"the jump host of {name} is left out: the line has none (-J)")
     for key, value in said.items():
         entry[key] = value
     if target.key is not None:
@@ -188,12 +199,17 @@ def _entry(root: CommentedMap, target: Target, given: dict[str, Any]) -> tuple[s
         entry["sudo"], entry["sudo_password"] = True, {"env": given["sudo_password_env"]}
     if given["host_key"]:
         entry["host_key"] = given["host_key"]
+    if given["groups"] and root.get("groups") is None:
+        root["groups"] = CommentedMap()
     for group in given["groups"]:
-        groups = root.setdefault("groups", CommentedMap())
-        if group not in groups:
-            groups[group] = CommentedMap({"settings": CommentedMap()})
+        if group not in root["groups"]:
+            root["groups"][group] = CommentedMap({"settings": CommentedMap()})
         if group not in entry.setdefault("groups", []):
             entry["groups"].append(group)
+    for one in (name, *given["groups"]):
+        if one in hosts and one in (root.get("groups") or ()):
+            what = f"{short(one)} would be a host and a group, and --limit would take the group"
+            raise Refusal(what, f"--name {one}-1" if one == name else "another --group")
     return name, entry
 
 

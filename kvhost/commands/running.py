@@ -115,8 +115,8 @@ def run(
     """Runs pyinfra in ``folder``; its exit code, 130 if it was broken off.
 
     On a terminal its hosts are shown as they go on, elsewhere its lines as they come. ``stdout``
-    takes the place of this process's own. ``secrets``: what is masked in the log; asked while
-    pyinfra starts, for it may take as long. Raises OSError where no log can be written.
+    takes the place of this process's own. ``secrets``: what is masked; asked while pyinfra starts,
+    for it may take as long. Raises OSError where no log can be written.
     """
     path, file = open_log(logs, what)
     log, board, lock = Sink(file), Board(), threading.Lock()
@@ -133,8 +133,8 @@ def run(
 
             console.print(Text.from_ansi(mask(line).rstrip("\n")), soft_wrap=True)
         elif console is None:
-            # not masked: who asks for it on a pipe reads what pyinfra itself would print
-            sink.write(line)
+            # else as pyinfra prints it: who asks for it on a pipe may read it by a program
+            sink.write(known(line))
 
     interrupts = Interrupts()
     with (
@@ -146,7 +146,8 @@ def run(
         events.touch()
         process = interrupts.start(argv, folder, _environment(folder, events))
         try:
-            mask = Mask(secrets())  # before the first line is read
+            values = list(secrets())  # before the first line is read
+            mask, known = Mask(values), Mask(values, shapes=False)
         except BaseException:
             process.kill()
             process.wait()

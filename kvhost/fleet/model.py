@@ -84,9 +84,7 @@ def jump_parts(value: str) -> list[tuple[str | None, str, int]]:
     hops = []
     for hop in value.split(","):
         user, at, rest = hop.strip().rpartition("@")
-        found = re.fullmatch(
-            r"(?:\[([0-9A-Fa-f:]+)\]|([A-Za-z0-9_.][A-Za-z0-9_.-]*))(?::([0-9]{1,5}))?", rest
-        )
+        found = _HOP.fullmatch(rest)
         if not found or (at and not user_like(user)) or not 0 < int(found[3] or 22) < 65536:
             raise Refusal("must be [USER@]HOST[:PORT], several with commas", "me@bastion:22")
         hops.append((user or None, found[1] or found[2], int(found[3] or 22)))

@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from ruamel.yaml.comments import CommentedMap
 
 from kvhost.basics import printable
+from kvhost.fleet import ways
 from kvhost.fleet.faults import fault_of_form, named
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
-from kvhost.fleet.model import LOCAL, FleetFile, HostEntry, SecretRef, jump_parts
+from kvhost.fleet.model import LOCAL, FleetFile, HostEntry, SecretRef
 from kvhost.fleet.parts import Broken, Loc, usable
 from kvhost.fleet.yaml import Fault, FleetError, line_of, plain, read_yaml
 from kvhost.schema.drives import HOST_DATA_ONLY
@@ -26,7 +27,6 @@ from kvhost.schema.problems import nearest, short
 from kvhost.secrets import Secret, SecretError, read_secret
 from kvhost.settings import Settings, SettingsError, validate_hosts
 
-SSH_CONFIG = ".kvhost/ssh_config"
 #: names another file in the place of fleet.yaml: one that is tried before it is written
 FLEET_VARIABLE = "KVHOST_FLEET"
 
@@ -63,7 +63,7 @@ def load_fleet(
         faults += [fault_of_form(root, dict(detail)) for detail in details]
         broken = Broken(detail["loc"] for detail in details)
         file = usable(data, broken)
-    faults += _groups_known(root, file, broken)
+    faults += [*_names(root, file, broken), *_groups_known(root, file, broken)]
     faults += _together(root, file, broken)
     faults += [*_misplaced(root, file), *_settings(root, file, broken)]
     fleet = Fleet(path, file, folder or path.parent)
@@ -75,6 +75,21 @@ def load_fleet(
         first = {(fault.line, fault.key): fault for fault in reversed(faults)}
         raise FleetError(path, list(first.values()))
     return fleet
+
+
+def groups_of(file: FleetFile) -> set[str]:
+    """All groups that are named anywhere; pyinfra has those of the roles beside them."""
+    return {*file.groups, *(group for entry in file.hosts.values() for group in entry.groups)}
+
+
+def _names(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
+    """pyinfra looks for a group first: --limit HOST would act on all hosts of a group so named."""
+    groups = groups_of(file)
+    for name in file.hosts:
+        loc: Loc = ("hosts", name)
+        if name in groups and (*loc, "[key]") not in broken:
+            what = "is the name of a group too, and --limit would take all hosts of the group"
+            yield Fault(line_of(root, loc), named(loc), what, f"another name, as {name}-1")
 
 
 def _groups_known(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
@@ -111,7 +126,7 @@ def _groups_known(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterat
                 "one of them",
             )
         addresses.setdefault(place, name)
-    yield from _jumps(root, file)
+    yield from ways.faults(root, file)
 
 
 def _together(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[Fault]:
@@ -120,31 +135,6 @@ def _together(root: CommentedMap, file: FleetFile, broken: Broken) -> Iterator[F
             if keys.isdisjoint(broken.keys_of(name)):
                 loc = ("hosts", name, key)
                 yield Fault(line_of(root, loc), named(loc), why.what, str(why.write))
-
-
-def _jumps(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
-    """A configuration of ssh knows one way to an address, and follows it again from each hop."""
-    ways: dict[str, tuple[str, str]] = {}
-    for name, entry in file.hosts.items():
-        if entry.jump and entry.address:
-            other, way = ways.setdefault(entry.address, (name, entry.jump))
-            if way != entry.jump:
-                what = f"is another way to {entry.address} than that of {other}"
-                write = f"{way}, or another name for one of the addresses"
-                loc = ("hosts", name, "jump")
-                yield Fault(line_of(root, loc), named(loc), what, write)
-    for name, entry in file.hosts.items():
-        seen: set[str] = set()
-        left = [entry.jump] if entry.jump else []
-        while left:
-            for _, hop, _ in jump_parts(left.pop()):
-                if hop in ways and hop not in seen:
-                    seen.add(hop)
-                    left.append(ways[hop][1])
-        if entry.address in seen:
-            loc = ("hosts", name, "jump")
-            what = "leads back to the host itself"
-            yield Fault(line_of(root, loc), named(loc), what, "a host that is reached without it")
 
 
 def _misplaced(root: CommentedMap, file: FleetFile) -> Iterator[Fault]:
@@ -292,23 +282,20 @@ def _secrets(
 def pyinfra_hosts(fleet: Fleet, env: Mapping[str, str] | None = None) -> dict[str, list[Any]]:
     """Group -> hosts, as an inventory of pyinfra has them: "all" with data, the others by name.
 
-    Writes the ssh configuration that jump hosts need. Raises FleetError.
+    Of jump hosts pyinfra hears nothing: deploys/common/way.py opens the way. Raises FleetError.
     """
-    secrets = secrets_of(fleet, os.environ if env is None else env)
-    config = write_ssh_config(fleet)
+    secrets_of(fleet, os.environ if env is None else env)  # they are there; who connects reads them
     groups: dict[str, list[Any]] = {"all": []}
     for name, entry in fleet.file.hosts.items():
-        data = connection_data(fleet, entry, secrets.get(name, {}), config)
+        data = connection_data(fleet, entry)
         groups["all"].append((name, data | fleet.settings_of(name)))
         for group in (entry.role, *entry.groups):
             groups.setdefault(group, []).append(name)
     return groups
 
 
-def connection_data(
-    fleet: Fleet, entry: HostEntry, secrets: Mapping[str, Secret], ssh_config: Path
-) -> dict[str, Any]:
-    """pyinfra's own keys for one host."""
+def connection_data(fleet: Fleet, entry: HostEntry) -> dict[str, Any]:
+    """pyinfra's own keys for one host. No secret: `pyinfra debug-inventory` shows them."""
     if entry.address == LOCAL:
         return {"_sudo": True} if entry.sudo else {}
     known = "/dev/null" if entry.host_key == "any" else str(fleet.folder / KNOWN_HOSTS)
@@ -323,39 +310,8 @@ def connection_data(
         data["ssh_user"] = entry.user
     if entry.key:
         data["ssh_key"] = str(key_path(fleet.folder, entry.key))
-    if entry.jump:
-        data["ssh_config_file"] = str(ssh_config)
+    if entry.jump:  # whoever has a way of his own in ~/.ssh/config does not mean this one
+        data["ssh_config_file"] = os.devnull
     if entry.sudo:
         data["_sudo"] = True
-    if "password" in secrets:
-        data["ssh_password"] = secrets["password"].get_secret_value()
     return data
-
-
-def write_ssh_config(fleet: Fleet) -> Path:
-    """The jump hosts, for pyinfra, which takes them from a file of OpenSSH's form alone."""
-    path = fleet.folder / SSH_CONFIG
-    jumps = [entry for entry in fleet.file.hosts.values() if entry.jump]
-    if not jumps:
-        return path
-    known = fleet.folder / KNOWN_HOSTS
-    lines = ["# Written by kvhost from fleet.yaml at every run."]
-    done = set()
-    for entry in jumps:
-        assert entry.jump is not None
-        key = [f"  IdentityFile {key_path(fleet.folder, entry.key)}"] if entry.key else []
-        if entry.address not in done:
-            done.add(entry.address)
-            lines += [f"Host {entry.address}", f"  ProxyJump {entry.jump}"]
-        for user, host, port in jump_parts(entry.jump):
-            if host in done:
-                continue
-            done.add(host)
-            lines += [f"Host {host}", f"  Port {port}", *([f"  User {user}"] if user else []), *key]
-            lines += [f"  UserKnownHostsFile {known}", "  StrictHostKeyChecking accept-new"]
-    text = "\n".join(lines) + "\n"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    new = path.with_name(f"ssh_config.{os.getpid()}")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
-    return path
