@@ -6,31 +6,13 @@ from pyinfra.api import FunctionCommand, operation
 
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
+from deploys.common.drives import asked_of
 from deploys.common.operations import Commands
-from deploys.common.prepare import model_need
 from deploys.common.refused import provisioned
 from deploys.common.runlock import take_lock
 from deploys.host.operations import debian_packages
 from kvhost.commands.asking import answer, question
 from kvhost.plan.types import GIB
-
-#: of a file of the cache, where the model does not tell
-SOME_FILE = 8 << 20
-PAGE = 4096
-
-
-def asked_of(at: Visit) -> dict[str, Any]:
-    """What the model asks of the drive: bytes of a token of all ranks, of a chunk's file of one."""
-    need = model_need(at.settings, at.report)
-    if need is None:
-        return {"bytes_per_token": None, "file_bytes": SOME_FILE, "context": 65536}
-    ranks = at.settings.tensor_parallel_size
-    chunk = need.kv_bytes_per_token // ranks * at.settings.chunk_size
-    return {
-        "bytes_per_token": need.kv_bytes_per_token,
-        "file_bytes": max(PAGE, -(-chunk // PAGE) * PAGE),
-        "context": min(need.max_context, at.settings.max_model_len),
-    }
 
 
 def words(at: Visit, asked: dict[str, Any]) -> tuple[str, ...]:

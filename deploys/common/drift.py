@@ -23,15 +23,14 @@ from deploys.common.rendered import (
     shared_texts,
     vllm_yamls,
 )
+from deploys.common.settled import settled
 from deploys.common.store import drift_rows
 from kvhost.drives.order import drive_order
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock, tools_digest
-from kvhost.engine.matrix import load_matrix
 from kvhost.ollama.dropin import DROP_IN, dropin_text
 from kvhost.ollama.server import adopted
 from kvhost.plan.drives import claim_of
 from kvhost.plan.host import choose_python, minor
-from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import Plan
 from kvhost.records import receipts
 from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
@@ -91,7 +90,7 @@ def look() -> Found:
         found = look_at_ollama(settings, report, kept)
         found.rows += store
         return found
-    lock, python = lock_of(settings, report)
+    settings, lock, python = lock_of(settings, report)
     found_drive = claim_of(settings, report)
     key = api_key(settings, os.environ)
     run = Run(
@@ -164,14 +163,15 @@ def parsed(text: str) -> dict[str, Any]:
     return loaded
 
 
-def lock_of(settings: Settings, report: HostReport) -> tuple[EngineLock, str]:
-    """The lock that a run would install now, and the Python of it. Raises LockError."""
-    info, _ = choose_lock(settings, report, load_matrix(REPO / "locks"))
-    python = choose_python(settings, report, info.pythons)
+def lock_of(settings: Settings, report: HostReport) -> tuple[Settings, EngineLock, str]:
+    """The settings by which a run would go now, the lock, and its Python. Raises LockError."""
+    found = settled(settings, report)
+    python = choose_python(settings, report, found.info.pythons)
     if python is None:
         raise LockError("the host has no Python that the lock covers any more")
-    own = own_engine(settings, info)
-    return read_lock(REPO / "locks", info, minor(python), own), python.path
+    own = own_engine(settings, found.info)
+    lock = read_lock(REPO / "locks", found.info, minor(python), own)
+    return found.settings, lock, python.path
 
 
 def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:

@@ -1,18 +1,26 @@
-"""All drives of all hosts, looked at and shown; nothing is changed."""
+"""All drives of all hosts, looked at and shown; what a model asks of one. Nothing is changed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from pyinfra import context, host
 from rich.console import Console
 
+from deploys.common.context import Visit
 from deploys.common.facts import DrivesText
 from deploys.common.prepare import all_settings
 from deploys.common.refused import refused
+from deploys.common.settled import model_need, settled
 from kvhost.commands.asking import answer, question
 from kvhost.drives.types import Drives
 from kvhost.drives.view import drives_to_json, render_drives
 from kvhost.report import ReportError, parse_drives
 from kvhost.settings import Settings
+
+#: of a file of the cache, where the model does not tell
+SOME_FILE = 8 << 20
+PAGE = 4096
 
 _seen: dict[str, tuple[Settings, Drives | str]] = {}
 
@@ -31,3 +39,18 @@ def look_at_drives() -> None:
         return
     # stderr: stdout is pyinfra's --json
     Console(stderr=True).print(render_drives(_seen))
+
+
+def asked_of(at: Visit) -> dict[str, Any]:
+    """What the model asks of the drive: bytes of a token of all ranks, of a chunk's file of one."""
+    need = model_need(at.settings, at.report)
+    if need is None:
+        return {"bytes_per_token": None, "file_bytes": SOME_FILE, "context": 65536}
+    settings = settled(at.settings, at.report).settings
+    ranks = at.settings.tensor_parallel_size
+    chunk = need.kv_bytes_per_token // ranks * at.settings.chunk_size
+    return {
+        "bytes_per_token": need.kv_bytes_per_token,
+        "file_bytes": max(PAGE, -(-chunk // PAGE) * PAGE),
+        "context": min(need.max_context, settings.max_model_len),
+    }
