@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.fleet_hosts import BASE, Fleet
 from kvhost.services.describe import ready_argv
-from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
+from kvhost.services.tier import MARKER_TEXT, NAMESPACE_FILE, TIER_MARKER
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host
 
@@ -182,7 +182,7 @@ class Bench:
             "namespace_words": [
                 "--dir", here,
                 "--file", f"{tier}/{TIER_MARKER}",
-                "This directory is kvhost's: its pruner deletes files here.\n",
+                MARKER_TEXT,
                 "--file", f"{here}/{NAMESPACE_FILE}",
                 json.dumps(meta, indent=1, sort_keys=True) + "\n",
             ],
