@@ -18,6 +18,8 @@ from typing import Any
 import click
 import pytest
 
+from bench.fleet_hosts import BASE
+from bench.fleet_speed import EDITS
 from kvhost.commands import drift as cli_drift
 from kvhost.records import receipts
 from kvhost.records.drift import Check, File, Wanted, compare, pins_of, sha256
@@ -198,6 +200,20 @@ def test_what_a_run_mends_is_drift_and_is_mended(fleet: Fleet) -> None:
     assert (code, ("engine", str(link)) in found(told)) == (2, True), told
 
 
+@pytest.mark.full  # one more run of up, and drift eight times
+def test_the_edits_of_the_measurement_against_ansible_are_drift_each(fleet: Fleet) -> None:
+    base, known = fleet.bases["a"], set[tuple[str, ...]]()
+    for name, edit in EDITS.items():
+        subprocess.run(["sh", "-c", edit.replace(BASE, str(base))], check=True, timeout=60)
+        code, told, text = drift(fleet)
+        rows = {tuple(map(str, row.values())) for row in told["a"]["rows"]}
+        assert code == 2 and rows - known, (name, text)
+        known = rows
+    ran = fleet.run("up")
+    assert ran.code == 0, ran.text[-4000:]
+    assert drift(fleet)[0] == 0
+
+
 def test_what_cannot_be_reached_or_compared_is_never_the_same(fleet: Fleet) -> None:
     away = {"ssh_hostname": "127.0.0.1", "ssh_port": free_ports(1)[0], "ssh_user": "nobody"}
     fleet.hosts["away"] = away
@@ -311,6 +327,7 @@ def test_a_runner_that_hangs_is_drift_and_is_started_anew(fleet: Fleet) -> None:
     assert drift(fleet, "--data", "ready_timeout_s=5")[0] == 0
 
 
+@pytest.mark.full  # three more runs of up
 def test_a_model_on_a_path_is_compared_by_what_its_run_derived(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
