@@ -22,7 +22,8 @@ def asks(run: Run) -> Iterator[Ask]:
     if source != "builtin":
         yield ("file", run.settings.resolved_model_dir)
         yield ("file", f"{run.paths.secrets}/hf-token")
-        yield ("file", here)
+        if not is_sent(source):
+            yield ("file", here)
     yield ("argv", *model_check(run))
 
 
