@@ -23,7 +23,7 @@ from kvhost.ollama.server import adopted, lock_of
 from kvhost.plan.make import Plan
 from kvhost.secrets import Secret
 from kvhost.services.namespace import digest_of
-from kvhost.settings import Settings
+from kvhost.settings import Settings, settings_digest
 from tests.fleet_tools import RESOLVED
 from tests.plan_cases import changed, ok
 from tests.test_model_digest import make_model
@@ -146,6 +146,16 @@ def unanswered(run: Run, kept: dict[str, Any], used: set[str]) -> list[str]:
     return left
 
 
+def the_engines_word() -> list[str]:
+    """The namespace of a host on which nothing has changed is the one that the engine's word led
+    to, also where it calls a type by another name than the setting."""
+    run, kept = run_of({"kv_cache_dtype": "fp8"}, False)
+    kept["settings"] = settings_digest(run.settings)
+    kept["namespace"]["fields"] = {**kept["namespace"]["fields"], "kv_cache_dtype": "fp8_e4m3"}
+    place = run.paths.namespace(digest_of(kept["namespace"]["fields"]))
+    return [] if place in wanted_of(run, kept).directories else [place]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     make_model(folder / "model")
@@ -154,6 +164,7 @@ def main() -> None:
     for name, (given, systemd) in SETUPS.items():
         text = json.dumps(given).replace("FOLDER", str(folder))
         found[name] = unanswered(*run_of(json.loads(text), systemd), used)
+    found["the engine's word"] = the_engines_word()
     found["exceptions of no use"] = sorted(set(OTHERWISE) - used)
     print(json.dumps(found))
 

@@ -61,7 +61,7 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
     """Raises NoReceipt, ReportError."""
     paths, etc = run.paths, run.paths.etc
     texts = vllm_yamls(run.settings, with_key=run.with_key)
-    fields = predicted(kept, run.settings, run.lock)
+    fields = fields_of(run, kept)
     if fields is None:
         raise receipts.NoReceipt(
             "the kept receipt is of another runner or model than these settings, or of an older "
@@ -111,6 +111,17 @@ def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
         tier_dir=paths.tier_dir,
         collector=collector_of(run),
     )
+
+
+def fields_of(run: Run, kept: dict[str, Any]) -> Mapping[str, Any] | None:
+    """The namespace's: the engine's own word, where nothing has changed by which it was asked; what
+    a run would guess else. None where the receipt tells nothing of them."""
+    guess = predicted(kept, run.settings, run.lock)
+    inputs = (settings_digest(run.settings), run.lock.digest)
+    if guess is None or (kept.get("settings"), kept["engine"]["digest"]) != inputs:
+        return guess
+    fields: Mapping[str, Any] = kept["namespace"]["fields"]
+    return fields
 
 
 def wanted_of_ollama(run: Run, kept: dict[str, Any]) -> Wanted:
