@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploys import cache, engine, model, monitoring, ollama, runner, verify
 from deploys import host as host_stage
 from deploys.common.context import REPO, Run
+from deploys.common.drift import compared
 from deploys.common.looks import Ask
 from deploys.common.prepare import predicted
 from deploys.common.settled import settled
@@ -156,6 +158,20 @@ def the_engines_word() -> list[str]:
     return [] if place in wanted_of(run, kept).directories else [place]
 
 
+def of_the_report() -> list[str]:
+    """What drift takes from the report, and did not: a package, a way back, packages unread."""
+    run, kept = run_of({}, False)
+    back = {"kvhost.failed": ok({"state": "rolling back"})}
+    report = changed({"packages": ok({"libnuma1": "absent"}), **back})
+    found = compared(replace(run, report=report), wanted_of(run, kept), {})
+    told = {row.what for row in found.rows}
+    unread = run.report.packages.model_copy(update={"data": None, "why": "no dpkg"})
+    report = run.report.model_copy(update={"packages": unread})
+    found = compared(replace(run, report=report), wanted_of(run, kept), {})
+    wanted = {"package libnuma1", "a way back"} - told
+    return [*wanted, *(set() if "packages: no dpkg" in found.unreadable else {"packages"})]
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     make_model(folder / "model")
@@ -165,6 +181,7 @@ def main() -> None:
         text = json.dumps(given).replace("FOLDER", str(folder))
         found[name] = unanswered(*run_of(json.loads(text), systemd), used)
     found["the engine's word"] = the_engines_word()
+    found["of the report"] = of_the_report()
     found["exceptions of no use"] = sorted(set(OTHERWISE) - used)
     print(json.dumps(found))
 
