@@ -6,12 +6,12 @@ As root, on a machine that may be used up: it makes containers (bench/fleet_host
 provisioned by kvhost; the others begin as its copies. In every round each tool runs once over the
 same hosts, in turns, so that the machine's other work hits both; what is compared are ratios of one
 round. Scenarios: nochange; change (one setting, back and forth); with --edits: the same edits are
-made behind the back of each, and `kvhost drift` says whether all of them were mended; with --first:
-new hosts with the engine in its place. With --containers N, more hosts than that are entries of the
-inventory that share them (for a run that changes nothing, which is all that is measured then):
-each is connected to and looked at by itself, and the machine needs no memory for 200. A line of
-JSON a run goes to stdout: tool, hosts, delay_ms, scenario, wall_s, cpu_s (controller), rss_mib
-(largest process), round_trips, load (of the machine, at the end).
+made behind the back of each, one at a time, and `kvhost drift` must see each and says whether it
+was mended; with --first: new hosts with the engine in its place. With --containers N, more hosts
+than that are entries of the inventory that share them (for a run that changes nothing, which is all
+that is measured then): each is connected to and looked at by itself, and the machine needs no
+memory for 200. A line of JSON a run goes to stdout: tool, hosts, delay_ms, scenario, wall_s, cpu_s
+(controller), rss_mib (largest process), round_trips, load (of the machine, at the end).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.fleet_hosts import BASE, Fleet
 from kvhost.services.describe import ready_argv
-from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
+from kvhost.services.tier import MARKER_TEXT, NAMESPACE_FILE, TIER_MARKER
 from kvhost.settings import Settings
 from tests.lab.nspawn import Host
 
@@ -43,16 +45,18 @@ PACKAGES = ("libnuma1", "ca-certificates", "util-linux", "python3.11-venv")
 #: what is sent by the playbook's archive, below BASE
 SENT = ("bin", "lib", "etc", "locks", "wheels")
 
-#: edits behind the back, as a shell script on the host
-EDITS = f"""
-echo '# edited' >> {BASE}/bin/ready.py
-chmod 600 {BASE}/etc/vllm.yaml
-sed -i 's/"--high", "[0-9.]*"/"--high", "0.11"/' {BASE}/etc/pruner.json
-chown daemon {BASE}/locks
-ln -sfn /nonexistent {BASE}/current
-rm -rf {BASE}/home/.cache/numba
-kill -9 $(python3 -c "import json; print(json.load(open('{BASE}/run/pruner.json'))['pid'])")
-"""
+#: edits behind the back, each a shell script on the host
+EDITS = {
+    "a script": f"echo '# edited' >> {BASE}/bin/ready.py",
+    "a mode": f"chmod 600 {BASE}/etc/vllm.yaml",
+    # the file has a word a line
+    "a description": f"""sed -i '/"--high",/{{n;s/[0-9.]+/0.11/}}' -E {BASE}/etc/pruner.json""",
+    "an owner": f"chown daemon {BASE}/locks",
+    "the engine's link": f"ln -sfn /nonexistent {BASE}/current",
+    "a directory": f"rm -rf {BASE}/home/.cache/numba",
+    # one that is killed supervisord starts anew by itself
+    "a service": f"python3 {BASE}/bin/services.py --base {BASE} --user {USER} stop pruner",
+}
 
 
 @dataclass
@@ -182,7 +186,7 @@ class Bench:
             "namespace_words": [
                 "--dir", here,
                 "--file", f"{tier}/{TIER_MARKER}",
-                "This directory is kvhost's: its pruner deletes files here.\n",
+                MARKER_TEXT,
                 "--file", f"{here}/{NAMESPACE_FILE}",
                 json.dumps(meta, indent=1, sort_keys=True) + "\n",
             ],
@@ -236,15 +240,25 @@ def rounds(
                 say(tool=tool, scenario="change", **row, **must(run(tool, variant), tool))
     if args.edits and alone:
         for tool in tools:
-            for host in hosts:
-                host.root("sh", "-c", EDITS)
-            found = bench.drift()
-            must(run(tool, "a"), tool)
-            code, text = bench.drift()
-            say(tool=tool, scenario="edits", **row, drift_before=found[0], drift_after=code,
-                left=[] if code == 0 else text[-800:])  # fmt: skip
-            if code != 0:
-                must(bench.kvhost(), "mending what was left")
+            for edit in EDITS:
+                edited(bench, hosts, edit, tool, partial(run, tool, "a"), row)
+
+
+def edited(
+    bench: Bench, hosts: list[Host], edit: str, tool: str, run: Callable[[], Any], row: Any
+) -> None:
+    """One edit behind the back: drift must see it, and says whether the tool mends it."""
+    for host in hosts:
+        host.root("sh", "-c", EDITS[edit])
+    before, text = bench.drift()
+    if before != 2:
+        raise RuntimeError(f"{edit}: kvhost drift ends with {before}\n{text[-3000:]}")
+    must(run(), tool)
+    code, text = bench.drift()
+    say(tool=tool, scenario="edits", edit=edit, **row, drift_before=before, drift_after=code,
+        left=[] if code == 0 else text[-800:])  # fmt: skip
+    if code != 0:
+        must(bench.kvhost(), "mending what was left")
 
 
 def main() -> None:

@@ -6,13 +6,12 @@ from pyinfra.api import FunctionCommand, operation
 
 from deploys.common.care import ask_host
 from deploys.common.context import Visit
+from deploys.common.drives import asked_of
 from deploys.common.operations import Commands
-from deploys.common.prepare import model_need
 from deploys.common.refused import provisioned, refused
 from deploys.common.runlock import take_lock
 from deploys.host.operations import debian_packages
 from kvhost.commands.asking import answer, question
-from kvhost.plan.restored import restored
 from kvhost.plan.types import GIB
 
 
@@ -33,7 +32,7 @@ def measure(at: Visit) -> Commands:
 
     + at: the host
     """
-    asked = restored(at.settings, model_need(at.settings, at.report))
+    asked = asked_of(at)
 
     def run(state: Any, host: Any) -> bool:
         found = ask_host(host, words(at, asked))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from tests.plan_cases import GIB, NVIDIA, changed, ok
 from tests.test_driver import facts_of
 from tests.test_runners import SECOND, TWO_GPUS
 
+REPO = Path(__file__).parents[1]
 LLAMA = ModelNeed(16 * GIB, 128 << 10, 131072, heads=32, kv_heads=8)  # 8 B parameters, bfloat16
 
 
@@ -91,3 +96,30 @@ def test_on_a_gpu(need: ModelNeed, given: dict[str, Any], tokens: int, words: st
 def test_what_was_derived_is_still_not_given() -> None:
     got, _ = told(LLAMA)
     assert {"max_model_len", "verify_prompt_tokens"}.isdisjoint(got.model_fields_set)
+
+
+#: a model of 8 B parameters on a path, in a Python of its own: no test imports deploys
+READERS = """
+import json
+from deploys.common.context import Visit
+from deploys.common.drift import lock_of
+from deploys.common.drives import asked_of
+from kvhost.settings import Settings
+from tests.plan_cases import changed, model_dir, ok
+config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+          "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+report = changed({"model": model_dir(config=ok(config))})
+given = Settings(model_source="/m")
+settings, _, _ = lock_of(given, report)
+asked = asked_of(Visit("a", "run", given, report, False))
+print(json.dumps([settings.max_model_len, settings.verify_prompt_tokens, asked["context"]]))
+"""
+
+
+def test_who_compares_or_counts_by_the_settings_takes_those_of_a_run() -> None:
+    """`kvhost drift` wanted the default of max_model_len, where `up` had written what fits."""
+    done = subprocess.run(
+        [sys.executable, "-c", READERS], cwd=REPO, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [8192, 7944, 8192]

@@ -8,26 +8,37 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+from bench.fleet_hosts import BASE
+from bench.fleet_speed import EDITS
 from kvhost import working_copy
 from kvhost.commands import drift as cli_drift
 from kvhost.records import receipts
-from kvhost.records.drift import File, Wanted, compare, pins_of
+from kvhost.records.drift import Check, File, Wanted, compare, pins_of, sha256
 from tests.copy_tools import Copy
 from tests.e2e_tools import free_ports
 from tests.fleet_tools import KEY, REPO, Fleet, plant
 from tests.report_tools import beside
+from tests.test_model_digest import make_model
 
 pytestmark = [
     pytest.mark.fleet,
     pytest.mark.skipif(os.geteuid() != 0, reason="provisions this machine, which needs root"),
 ]
+#: of the config.json of a model of 8 B parameters: 128 KiB of KV a token
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
 TOP = Path(os.environ.get("KVHOST_FLEET_BASE", "/var/lib/kvhost-fleet")) / "drift"
 
 
@@ -45,6 +56,31 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         subprocess.run(["umount", TOP / "a/tier"], capture_output=True, check=False)
         made.remove()
         shutil.rmtree(TOP, ignore_errors=True)
+
+
+#: what a run leaves below base_dir and drift does not compare, and why
+NOT_COMPARED = {
+    "log/*": "what the services write",
+    "run/*": "of the services at work: services.py is asked",
+    "home/*": "caches, but for the directories that a run makes",
+    "state/run.lock.guard": "who was here last",
+    "state/own-requests.json": "a count of kvhost's own requests",
+    "state/model-digests.json": "what is remembered of files, by which the model is compared",
+    "state/draft.yaml": "what the engine was asked last",
+    "state/resolve.log": "the log of its answer",
+}
+
+ASKS = """
+import json, sys
+from deploys.common import drift
+real = drift.ask_of
+def told(*given):
+    asked = real(*given)
+    sys.stderr.write("ASKED " + json.dumps(asked) + chr(10))
+    return asked
+drift.ask_of = told
+drift.find_drift()
+"""
 
 
 def tree(base: Path) -> dict[str, tuple[int, int, int]]:
@@ -80,6 +116,104 @@ def test_a_host_that_was_just_made_has_none_and_is_not_touched(fleet: Fleet) -> 
     on_host = json.loads((fleet.bases["a"] / "state/receipt.json").read_text())
     assert json.loads(kept.read_text())["receipt"] == on_host
     assert on_host["system"]["kernel"] == os.uname().release
+
+
+def asked_of(fleet: Fleet, folder: Path) -> dict[str, Any]:
+    """What drift asks of a host."""
+    (folder / "asks.py").write_text(ASKS)
+    argv = [sys.executable, "-m", "pyinfra", "-y", str(fleet.inventory), str(folder / "asks.py")]
+    done = subprocess.run(argv, cwd=REPO, env={**fleet.env, "PYTHONPATH": str(REPO)}, text=True,
+                          capture_output=True, check=False, timeout=120)  # fmt: skip
+    assert "ASKED " in done.stderr, done.stderr[-4000:]
+    asked: dict[str, Any] = json.loads(done.stderr.partition("ASKED ")[2].partition("\n")[0])
+    return asked
+
+
+def test_all_that_a_run_leaves_on_a_host_is_compared(fleet: Fleet, tmp_path: Path) -> None:
+    base, asked = fleet.bases["a"], asked_of(fleet, tmp_path)
+    by_path = {*asked["files"], *asked["directories"], *asked["checks"]}
+    whole = [asked["env"], asked["model"], str((base / "tools/current").readlink())]
+    names = {str(path.relative_to(base)) for path in base.rglob("*")}
+    left = {
+        name
+        for name in names
+        if f"{base}/{name}" not in by_path
+        and not any(f"{base}/{name}/".startswith(f"{top}/") for top in whole)
+        # an environment of another Python, which plant() made and no run would
+        and not name.startswith("envs/")
+    }
+    odd = [name for name in left if not any(fnmatch(name, one) for one in NOT_COMPARED)]
+    assert not odd
+
+
+def test_what_a_run_mends_is_drift_and_is_mended(fleet: Fleet) -> None:
+    base = fleet.bases["a"]
+    receipt = json.loads((base / "state/receipt.json").read_text())
+    [space] = (base / "tier").glob("ns-*")
+    [wheel], [resolved] = (base / "wheels").iterdir(), (base / "state").glob("resolved-*.json")
+    [weights] = (base / "models").glob("builtin-*/model.safetensors")
+    [lock] = (base / "locks").glob("*-py*.txt")
+
+    def append(path: Path) -> None:
+        with path.open("ab") as file:
+            file.write(b"\n")
+
+    edits: dict[tuple[str, str], Callable[[], object]] = {
+        ("file", f"{base}/locks"): lambda: shutil.chown(base / "locks", "daemon"),
+        ("file", f"{base}/lib"): lambda: shutil.chown(base / "lib", None, "daemon"),
+        ("file", f"{base}/home/.cache/numba"): lambda: (base / "home/.cache/numba").rmdir(),
+        ("file", str(lock)): lambda: append(lock),
+        ("file", f"{base}/locks/tools.txt"): lambda: append(base / "locks/tools.txt"),
+        ("file", f"{base}/etc/service-env.json"): (base / "etc/service-env.json").unlink,
+        ("file", f"{base}/etc/vllm-old.yaml"): (base / "etc/vllm-old.yaml").touch,
+        ("file", str(wheel)): lambda: append(wheel),
+        ("file", str(resolved)): resolved.unlink,
+        ("file", f"{base}/state/receipt.json"): lambda: append(base / "state/receipt.json"),
+        ("file", f"{base}/tier/.kvhost-tier"): (base / "tier/.kvhost-tier").unlink,
+        ("file", f"{space}/.kvhost-namespace.json"): lambda: append(
+            space / ".kvhost-namespace.json"
+        ),
+        ("file", f"{base}/secrets/api-key"): lambda: append(base / "secrets/api-key"),
+        ("model", str(weights.parent)): lambda: append(weights),
+    }
+    try:
+        for edit in edits.values():
+            edit()
+        code, told, text = drift(fleet)
+        assert code == 2, text
+        # and nothing else, but that with another key the runner does not answer
+        assert Counter(found(told)) == dict.fromkeys([*edits, ("service", "runner")], 1)
+    finally:
+        ran = fleet.run("up")
+    assert ran.code == 0, ran.text[-4000:]
+    code, told, text = drift(fleet)
+    assert code == 0, told
+    assert json.loads((base / "state/receipt.json").read_text()) == receipt
+    # tools are fetched from the network where they are not whole: put back by hand
+    link = base / "tools/current"
+    there = link.readlink()
+    link.unlink()
+    link.symlink_to("/nonexistent")
+    try:
+        code, told, _ = drift(fleet)
+    finally:
+        link.unlink()
+        link.symlink_to(there)
+    assert (code, ("engine", str(link)) in found(told)) == (2, True), told
+
+
+@pytest.mark.full  # one more run of up, and drift eight times
+def test_the_edits_of_the_measurement_against_ansible_are_drift_each(fleet: Fleet) -> None:
+    base, known = fleet.bases["a"], set[tuple[str, ...]]()
+    for name, edit in EDITS.items():
+        subprocess.run(["sh", "-c", edit.replace(BASE, str(base))], check=True, timeout=60)
+        code, told, text = drift(fleet)
+        rows = {tuple(map(str, row.values())) for row in told["a"]["rows"]}
+        assert code == 2 and rows - known, (name, text)
+        known = rows
+    ran = fleet.run("up")
+    assert ran.code == 0, ran.text[-4000:]
+    assert drift(fleet)[0] == 0
 
 
 def test_what_cannot_be_reached_or_compared_is_never_the_same(fleet: Fleet) -> None:
@@ -195,6 +329,36 @@ def test_a_runner_that_hangs_is_drift_and_is_started_anew(fleet: Fleet) -> None:
     assert drift(fleet, "--data", "ready_timeout_s=5")[0] == 0
 
 
+@pytest.mark.full  # three more runs of up
+def test_a_model_on_a_path_is_compared_by_what_its_run_derived(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Of a model whose context does not fit there is no drift right after a run."""
+    top, model = TOP.parent / "drift-path", TOP.parent / "drift-path/model"
+    shutil.rmtree(top, ignore_errors=True)
+    made = Fleet(tmp_path_factory.mktemp("fleet"))
+    try:
+        top.mkdir(parents=True)
+        made.add_here("a", top, model_source=str(model))
+        make_model(model)
+        (model / "config.json").write_text(json.dumps(LLAMA_8B))
+        subprocess.run(["chmod", "-R", "go+rX", model], check=True)
+        ran = made.run("up")
+        assert ran.code == 0, ran.text[-4000:]
+        assert "max_model_len is 8192" in ran.text
+        code, told, text = drift(made)
+        assert (code, found(told)) == (0, []), text
+        os.utime(model / "model.safetensors", (1, 1))
+        code, told, text = drift(made)
+        assert (code, found(told)) == (2, [("model", str(model))]), text
+        assert "model.safetensors" in told["a"]["rows"][0]["found"]
+        assert made.run("up").code == 0
+        assert drift(made)[0] == 0
+    finally:
+        made.remove()
+        shutil.rmtree(top, ignore_errors=True)
+
+
 # without a host
 
 
@@ -237,19 +401,23 @@ def wanted(**more: Any) -> Wanted:
     given: dict[str, Any] = {
         "files": {"/b/etc/a": File("11", "644")}, "directories": {"/b": ("root", "755")},
         "env": "/b/envs/l", "current": "/b/current", "pins": {"torch": "2"}, "settings": "s",
-        "lock": "l", "system": {"kernel": "6.1"}, "kept": kept,
+        "lock": "l", "system": {"kernel": "6.1"}, "kept": kept, "absent": {"/b/etc/old": ""},
+        "checks": {"/b/tools": Check("engine", (), bool, "whole")}, "model": ("/b/m", "m"),
     }  # fmt: skip
     return Wanted(**{**given, **more})
 
 
 def seen() -> dict[str, Any]:
-    own = {"user": "root", "mode": "644"}
+    own = {"user": "root", "group": "root", "mode": "644"}
     data: dict[str, Any] = {
         "files": {
             "/b/etc/a": {"kind": "file", "sha256": "11", **own},
             "/b/current": {"kind": "link", "target": "/b/envs/l", **own},
         },
-        "directories": {"/b": {"kind": "directory", "user": "root", "mode": "755"}},
+        "directories": {"/b": {**own, "kind": "directory", "mode": "755"}},
+        "absent": {"/b/etc/old": False},
+        "checks": {"/b/tools": {"data": True, "why": None}},
+        "model": {"digest": "m", "changed": []},
         "env": {"whole": {"complete": True, "why": None}, "packages": {"torch": "2"}},
         "services": {
             "services": {"cache": {"state": "RUNNING", "detail": "", "alive": True,
@@ -279,9 +447,18 @@ def test_each_part_alone() -> None:
         ("files./b/etc/a.mode", "666", ("file", "/b/etc/a")),
         ("files./b/etc/a.user", "ann", ("file", "/b/etc/a")),
         ("files./b/etc/a.kind", "link", ("file", "/b/etc/a")),
+        ("files./b/etc/a.group", "daemon", ("file", "/b/etc/a")),
         ("files./b/current.target", "/b/envs/x", ("engine", "/b/current")),
         ("directories./b.mode", "777", ("file", "/b")),
+        ("directories./b.group", "daemon", ("file", "/b")),
         ("directories./b", None, ("file", "/b")),
+        ("absent./b/etc/old", True, ("file", "/b/etc/old")),
+        ("checks./b/tools.data", False, ("engine", "/b/tools")),
+        ("checks./b/tools.why", "no such file", ("engine", "/b/tools")),
+        ("checks./b/tools", None, ("engine", "/b/tools")),
+        ("model.digest", "n", ("model", "/b/m")),
+        ("model.changed", ["a.safetensors"], ("model", "/b/m")),
+        ("env.whole.proven", False, ("engine", "/b/envs/l")),
         ("env.packages.torch", "3", ("engine", "package torch")),
         ("env.packages.new", "1", ("engine", "package new")),
         ("env.whole.complete", False, ("engine", "/b/envs/l")),
@@ -311,6 +488,9 @@ def test_each_part_alone() -> None:
     look["answers"]["data"]["runner"] = "connection refused"
     look["services"]["data"]["services"]["cache"]["alive"] = False
     assert rows_of(look) == [("service", "cache")]
+    look = seen()
+    look["directories"]["data"]["/b"]["group"] = "daemon"
+    assert rows_of(look, wanted(any_group=frozenset({"/b"}))) == []
     other = {**wanted().kept, "files": {"/x": "1", "/y": "2"}}
     assert rows_of(seen(), held=other) == [("receipt", "files")]
     assert rows_of(seen(), held="none") == [("receipt", "on the host")]
@@ -333,6 +513,35 @@ def test_what_the_runners_command_says(printed: str, missing: str | None) -> Non
     answers = beside("drift_look").answers(asked)
     assert answers.pop("runner-1").endswith("'/nonexistent'")
     assert answers == {"runner": missing}
+
+
+def test_of_a_secret_that_is_another_no_digest_is_told() -> None:
+    key = File(sha256("key"), "644", secret=True)
+    (row,) = compare(wanted(files={"/b/etc/a": key}), seen(), wanted().kept, ()).rows
+    assert (row.wanted, row.found) == ("the one that is set", "another")
+
+
+def test_checks_and_what_is_left_over_as_the_host_tells_them(tmp_path: Path) -> None:
+    look = beside("drift_look")
+    told = look.checks({
+        "good": ["sh", "-c", "echo noise; echo '{\"ok\": true}'"],
+        "silent": ["true"],
+        "failed": ["sh", "-c", "echo no such tools >&2; exit 1"],
+        "gone": ["/nonexistent"],
+    })  # fmt: skip
+    assert told["good"] == {"data": {"ok": True}, "why": None}
+    assert told["failed"]["why"] == "no such tools"
+    assert all(told[name]["why"] and not told[name]["data"] for name in ("silent", "gone"))
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.write_text("# Written by kvhost for /b. More\n")
+    theirs.write_text("# Written by somebody\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = "# Written by kvhost for /b."
+    asked = dict.fromkeys(map(str, (ours, theirs, pipe, tmp_path / "none")), text)
+    assert list(look.begins(asked).values()) == [True, False, False, False]
+    asked = dict.fromkeys(map(str, (theirs, tmp_path, tmp_path / "none")), "")
+    assert list(look.begins(asked).values()) == [True, True, False]
 
 
 @pytest.mark.parametrize("part", wanted().parts)

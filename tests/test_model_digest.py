@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -206,3 +207,23 @@ def test_a_closed_directory_of_blobs_is_named(model: Path) -> None:
     blobs.chmod(0o700)
     said = refused(model, "--user", "nobody")
     assert f"cannot read {model}/config.json: give it x on the directory {blobs}\n" in said
+
+
+def test_what_is_remembered_is_the_digest_without_a_read(model: Path) -> None:
+    digest = answer(model)["digest"]
+    known = functools.partial(model_digest.remembered_model, str(model), str(cache_of(model)))
+    assert known() == {"digest": digest, "changed": []}
+    (model / "README.md").write_text("another")  # decides nothing
+    assert known()["digest"] == digest
+    (model / "model.safetensors").write_bytes(weights(b"\x03\x04"))  # as long
+    assert known() == {"digest": None, "changed": ["model.safetensors"]}
+    assert answer(model)["digest"] != digest
+    assert known() == {"digest": answer(model)["digest"], "changed": []}
+    (model / "tokenizer.json").unlink()
+    assert known()["digest"] not in (None, digest)
+    (model / "more.json").symlink_to("/nonexistent")
+    assert known()["changed"] == ["more.json"]
+    before = cache_of(model).read_bytes()
+    cache_of(model).unlink()
+    assert known()["changed"] == ["config.json", "model.safetensors", "more.json"]
+    assert not cache_of(model).exists() and before

@@ -54,8 +54,8 @@ def again(site: Site, *words: str, **data: str) -> Done:
     return site.pyinfra(*words, **{"ollama_kv_cache_type": "q8_0", **data})
 
 
-def drift(site: Site) -> dict[str, Any]:
-    text = again(site, "deploys/drift.py", "-y").text
+def drift(site: Site, **data: str) -> dict[str, Any]:
+    text = again(site, "deploys/drift.py", "-y", **data).text
     line = next(line for line in text.splitlines() if line.strip().startswith('{"'))
     return dict(json.loads(line)[site.host.name])
 
@@ -268,9 +268,23 @@ def test_an_archive_of_the_controller_is_run_as_a_service(
     row = next(row for row in verdict["conditions"] if row["id"] == "kv_type")
     assert (row["figure"], row["met"]) == ("q4_0", True)
     assert left(host).count("bundle") == 0, "the archive's copy is not needed any more"
-    again = of_archive(bare, f"controller:{path}", digest)
-    assert again.code == 0, again.text[-3000:]
-    assert again.changed() == []
+    done = of_archive(bare, f"controller:{path}", digest)
+    assert done.code == 0, done.text[-3000:]
+    assert done.changed() == []
+    given = {"ollama_archive": f"controller:{path}#sha256={digest}", "ollama_kv_cache_type": "q4_0"}
+    assert drift(bare, **given)["status"] == "same"
+    host.root("find", f"{BASE}/models", "-name", "double.json", "-delete")  # its list of models
+    host.root("rmdir", f"{BASE}/home/.cache/vllm")
+    host.root("chown", "daemon", f"{BASE}/models")
+    found = {(row["part"], row["what"]) for row in drift(bare, **given)["rows"]}
+    assert found == {
+        ("model", f"the model {MODEL}"),
+        ("file", f"{BASE}/home/.cache/vllm"),
+        ("file", f"{BASE}/models"),
+    }
+    done = of_archive(bare, f"controller:{path}", digest)
+    assert done.code == 0, done.text[-3000:]
+    assert drift(bare, **given)["status"] == "same"
 
 
 @pytest.mark.full

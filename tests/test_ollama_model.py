@@ -55,6 +55,17 @@ def test_other_bytes_are_another_model_and_the_same_are_read_once(tmp_path: Path
     assert name_of(path, tmp_path) not in (first, "m:ffffffffffff")
 
 
+def test_for_a_look_that_changes_nothing_a_gguf_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF one")
+    done = run("name", "--gguf", path, "--state", tmp_path, "--remembered")
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [path])
+    assert "not as it was when its digest was taken" in done.stderr
+    name = name_of(path, tmp_path)
+    done = run("name", "--gguf", path, "--state", tmp_path, "--remembered")
+    assert json.loads(done.stdout)["name"] == name
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04"])
 def test_what_is_no_gguf_is_said(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.gguf"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvhost.plan.pod import pod_refusals
-from kvhost.settings import Settings
+from kvhost.plan.pod import HARMLESS, pod_refusals
+from kvhost.settings import Settings, field_notes
 from tests.plan_cases import BASE, FACTS, changed, plan
 
 pytestmark = pytest.mark.fleet
 ON_VOLUME = {f"{BASE}.mount_point": "/var/lib", f"{BASE}.fs": "nfs4"}
+HOST_PATH = re.compile(r"/\w")
 HOOK = Path(__file__).parents[1] / "kvhost/onhost/pod_start.py"
 
 
@@ -36,6 +38,7 @@ def test_all_on_the_volume_is_not_refused_and_the_plan_says_how_it_comes_back() 
     [
         ({"tier_dir": "/data/tier"}, "tier_dir /data/tier"),
         ({"model_source": "/models/llama"}, "model_source /models/llama"),
+        ({"model_dir": "/data/models"}, "model_dir /data/models"),
         ({"drive_serial": "S7KHNJ0W123456A"}, "a drive is claimed"),
     ],
 )
@@ -43,6 +46,20 @@ def test_each_path_off_the_volume(settings: dict[str, Any], key: str) -> None:
     ((code, what),) = refusals(ON_VOLUME, volume_dir="/var/lib", **settings)
     assert code == "off_the_volume"
     assert key in what
+
+
+def test_each_setting_that_is_a_path_on_the_host_is_judged_or_harmless_to_lose() -> None:
+    paths = {
+        key
+        for key in Settings.model_fields
+        if HOST_PATH.match(str(field_notes(key)["example"]).removeprefix("host:"))
+    } | {"engine_bundle"}  # of which the example is one of the controller
+    given = {"base_dir": "/data/kv", "tier_dir": "/data/tier", "model_dir": "/data/models"}
+    told = [what.split()[0] for _, what in refusals({}, volume_dir="/vol", **given)]
+    told += [what.split()[0] for _, what in refusals({}, volume_dir="/vol", model_source="/data/m")]
+    of_a_drive = {key for key in paths if key.startswith("drive_")}
+    assert set(told) == {"base_dir", "tier_dir", "model_dir", "model_source"}
+    assert paths == {*told, *HARMLESS, *of_a_drive, "volume_dir"}
 
 
 def test_both_are_told_at_once_and_with_what_to_write() -> None:

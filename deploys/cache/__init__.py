@@ -28,9 +28,7 @@ def config(run: Run) -> list[TextFile]:
 def shared_password(run: Run) -> str | None:
     """Where the password of the shared tier's store lies, or lay by the report; None: nowhere."""
     path = shared.password_path(run.paths)
-    kvhost = run.report.kvhost.data
-    there = (kvhost.files.data if kvhost else None) or {}
-    return path if run.settings.shared_tier is not None or path in there else None
+    return path if run.settings.shared_tier is not None or path in run.files else None
 
 
 def check_asks(run: Run) -> Iterator[Ask]:

@@ -34,7 +34,7 @@ from kvhost.services.describe import proof_env
 from kvhost.services.namespace import Namespace
 from kvhost.services.native import too_little_memory
 from kvhost.services.served import model_path
-from kvhost.services.tier import NAMESPACE_FILE, TIER_MARKER
+from kvhost.services.tier import MARKER_TEXT, NAMESPACE_FILE, TIER_MARKER
 from kvhost.services.vllm import runner_env
 
 
@@ -121,10 +121,9 @@ def tier(run: Run) -> Commands:
 def tier_words(run: Run, namespace: Namespace) -> tuple[str, ...]:
     """For onhost/own_files.py: what lies in the tier before anything is cached."""
     top, here = run.paths.tier_dir, run.paths.namespace(namespace.digest)
-    marker = "This directory is kvhost's: its pruner deletes files here.\n"
     return (
         "--dir",
         here,
-        *("--file", f"{top}/{TIER_MARKER}", marker),
+        *("--file", f"{top}/{TIER_MARKER}", MARKER_TEXT),
         *("--file", f"{here}/{NAMESPACE_FILE}", namespace.metadata(run.settings.model_source)),
     )

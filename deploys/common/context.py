@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ class Visit:
     @property
     def user(self) -> str:
         return self.settings.service_user
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """Path -> what the report knows of each file in bin/, etc/ and secrets/ on the host."""
+        kvhost = self.report.kvhost.data
+        return (kvhost.files.data if kvhost else None) or {}
 
     def script(self, name: str) -> str:
         """Path on the host of one of kvhost/onhost's scripts."""

@@ -10,49 +10,30 @@ from typing import Any
 from pyinfra import host, logger
 from pyinfra.api.exceptions import PyinfraError
 
+from deploys.common.back import BROKEN_OFF
 from deploys.common.context import REPO, Run, Visit
 from deploys.common.facts import DriftText, DriveCheck
+from deploys.common.made import packages
 from deploys.common.ollama import prepare_ollama
-from deploys.common.ollama_texts import texts_of
-from deploys.common.prepare import all_settings, gather, key_is_there, predicted, run_id
-from deploys.common.ready import ready_commands
-from deploys.common.rendered import (
-    gpus_of,
-    manager_texts,
-    metrics_script,
-    own_scripts,
-    shared_texts,
-    vllm_yamls,
-)
+from deploys.common.prepare import all_settings, gather, key_is_there, run_id
+from deploys.common.reasons import hide
+from deploys.common.settled import settled
 from deploys.common.store import drift_rows
+from deploys.common.wanted import ask_of, wanted_of, wanted_of_ollama
 from kvhost.drives.order import drive_order
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock, tools_digest
-from kvhost.engine.matrix import load_matrix
-from kvhost.ollama.dropin import DROP_IN, dropin_text
 from kvhost.ollama.server import adopted
 from kvhost.plan.drives import claim_of
 from kvhost.plan.host import choose_python, minor
-from kvhost.plan.lock import choose_lock
 from kvhost.plan.make import Plan
 from kvhost.plan.stopped import place
 from kvhost.records import receipts
-from kvhost.records.drift import Drift, File, Found, Wanted, compare, pins_of, sha256
-from kvhost.records.receipt import system_of
+from kvhost.records.drift import Drift, Found, Wanted, compare
 from kvhost.report import HostReport, ReportError
 from kvhost.reports.kept import reports_dir
 from kvhost.reports.since import last_removal
-from kvhost.secrets import SecretError, api_key
-from kvhost.services import monitoring
-from kvhost.services.describe import services
-from kvhost.services.namespace import digest_of
-from kvhost.services.runners import runners_of
-from kvhost.services.served import api_key_path
-from kvhost.services.service import unit_file
-from kvhost.services.shared import password_path
-from kvhost.settings import Settings, settings_digest
-
-#: where services.py puts the units, of kvhost/onhost/services_systemd.py
-UNITS = "/etc/systemd/system"
+from kvhost.secrets import SecretError, api_key, hf_token, shared_password
+from kvhost.settings import Settings
 
 
 def find_drift() -> dict[str, Any]:
@@ -98,65 +79,56 @@ def look() -> Found:
         found = look_at_ollama(settings, report, kept)
         found.rows += store
         return found
-    lock, python = lock_of(settings, report)
+    settings, lock, python = lock_of(settings, report)
     found_drive = claim_of(settings, report)
-    key = api_key(settings, os.environ)
+    key, token = api_key(settings, os.environ), hf_token(settings, os.environ)
+    password = shared_password(settings, os.environ)
+    hide((key, token, password))
     run = Run(
         host=host.name, run_id=run_id(), settings=settings, report=report, plan=Plan((), (), ()),
-        lock=lock, tools_digest=tools_digest(REPO / "locks"), python=python, api_key=None,
-        with_key=key is not None or key_is_there(settings, report), hf_token=None,
+        lock=lock, tools_digest=tools_digest(REPO / "locks"), python=python, api_key=key,
+        with_key=key is not None or key_is_there(settings, report), hf_token=token,
+        shared_password=password,
         drive_order=drive_order(settings, found_drive.claimed) if found_drive.claimed else None,
     )  # fmt: skip
     wanted = wanted_of(run, kept)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask_of(run, wanted))))
-    found = compare(wanted, seen, own.receipt.data, drive_trouble(run))
+    found = compared(run, wanted, seen)
     found.rows += store
     return found
 
 
 def look_at_ollama(settings: Settings, report: HostReport, kept: dict[str, Any]) -> Found:
     """The same of a host with the runner Ollama. Raises ReportError."""
-    run, is_adopted = prepare_ollama(settings, report, run_id()), adopted(settings)
-    scripts, paths = own_scripts(run), run.paths
-    texts = texts_of(run)
-    if is_adopted:
-        texts[DROP_IN] = dropin_text(settings, paths)
-    elif run.systemd:
-        unit = f"{paths.etc}/{unit_file('runner')}"
-        texts[f"{UNITS}/{unit_file('runner')}"] = texts[unit]
-    files = {
-        path: File(sha256(text), "755" if path.startswith(f"{paths.bin}/") else "644")
-        for path, text in {**texts, **scripts}.items()
-    }
-    own = () if is_adopted else (paths.log, paths.run, paths.home)
-    wanted = Wanted(
-        files=files,
-        directories={
-            **dict.fromkeys((paths.base_dir, paths.bin, paths.etc), ("root", "755")),
-            **dict.fromkeys(own, (run.user, "700")),
-        },
-        env=run.env_dir,
-        current=paths.current,
-        pins={},
-        settings=settings_digest(settings),
-        lock=run.lock.digest,
-        system=system_of(settings, report),
-        kept=kept,
-        tier_dir=paths.tier_dir,
-        parts=("files", "directories")
-        if is_adopted
-        else ("files", "directories", "env", "services", "answers"),
-    )
-    ask = {**ask_of(run, wanted), "parts": wanted.parts}
+    run = prepare_ollama(settings, report, run_id())
+    wanted = wanted_of_ollama(run, kept)
+    ask = ask_of(run, wanted)
     seen = parsed(host.get_fact(DriftText, ask=json.dumps(ask)))
-    held = report.kvhost.data.receipt.data if report.kvhost.data else None
-    found = compare(wanted, seen, held, drive_trouble(run))
+    found = compared(run, wanted, seen)
     for refusal in run.plan.refusals:
         found.rows.append(Drift("host", refusal.what, refusal.needed, refusal.found))
     late = [one for one in run.plan.actions if one.what.startswith("drop-in")]
-    if is_adopted and not found.rows and late and late[0].state != "keep":
+    if adopted(settings) and not found.rows and late and late[0].state != "keep":
         what = "the running server"
         found.rows.append(Drift("service", what, "started with kvhost's drop-in", "without it"))
+    return found
+
+
+def compared(run: Run, wanted: Wanted, seen: dict[str, Any]) -> Found:
+    """All but what only one runner has. Raises ReportError."""
+    own = run.report.kvhost.data
+    found = compare(wanted, seen, own.receipt.data if own else None, drive_trouble(run))
+    if run.report.packages.data is None:
+        found.unreadable.append(f"packages: {run.report.packages.why}")
+    states = run.report.packages.data or {}
+    found.rows += [
+        Drift("host", f"package {name}", "installed", states[name])
+        for name in packages(run)
+        if states.get(name, "installed") != "installed"
+    ]
+    failed = own.failed.data if own else None
+    if isinstance(failed, dict) and failed.get("state") == BROKEN_OFF:
+        found.rows.append(Drift("host", "a way back", "completed", "broken off"))
     return found
 
 
@@ -171,95 +143,15 @@ def parsed(text: str) -> dict[str, Any]:
     return loaded
 
 
-def lock_of(settings: Settings, report: HostReport) -> tuple[EngineLock, str]:
-    """The lock that a run would install now, and the Python of it. Raises LockError."""
-    info, _ = choose_lock(settings, report, load_matrix(REPO / "locks"))
-    python = choose_python(settings, report, info.pythons)
+def lock_of(settings: Settings, report: HostReport) -> tuple[Settings, EngineLock, str]:
+    """The settings by which a run would go now, the lock, and its Python. Raises LockError."""
+    found = settled(settings, report)
+    python = choose_python(settings, report, found.info.pythons)
     if python is None:
         raise LockError("the host has no Python that the lock covers any more")
-    own = own_engine(settings, info)
-    return read_lock(REPO / "locks", info, minor(python), own), python.path
-
-
-def wanted_of(run: Run, kept: dict[str, Any]) -> Wanted:
-    paths, etc = run.paths, run.paths.etc
-    files = {
-        path: File(sha256(text), "755" if path.startswith(f"{paths.bin}/") else "644")
-        for path, text in own_scripts(run).items()
-    }
-    texts = vllm_yamls(run.settings, with_key=run.with_key)
-    fields = predicted(kept, run.settings, run.lock)
-    if fields is None:
-        raise receipts.NoReceipt(
-            "the kept receipt is of another runner or model than these settings, or of an older "
-            "form: give the settings of the last run; kvhost up would change the host to these"
-        )
-    gpus = gpus_of(run.settings, run.lock)
-    place = paths.namespace(digest_of(fields))
-    described = services(run.settings, paths, place, with_key=run.with_key, gpus=gpus)
-    texts |= {f"{etc}/{one.name}.json": one.launch_spec(paths) for one in described}
-    texts[f"{etc}/model-digest"] = f"{kept['model']['digest']}\n"
-    texts |= manager_texts(run, described)
-    if run.systemd:
-        units = [unit_file(one.name) for one in described]
-        texts |= {f"{UNITS}/{unit}": texts[f"{etc}/{unit}"] for unit in units}
-    texts |= shared_texts(run.settings)
-    files |= {path: File(sha256(text), "644") for path, text in texts.items()}
-    if run.settings.monitoring and run.systemd:
-        unit = monitoring.unit_text(run.settings, paths, metrics_script())
-        files[f"{UNITS}/{monitoring.UNIT}"] = File(sha256(unit), "644")
-    if run.settings.shared_tier is not None:
-        owner = "root" if run.systemd else run.user
-        files[password_path(paths)] = File(None, "600", owner)
-    if run.with_key:
-        owner = "root" if run.systemd else run.user
-        files[api_key_path(paths)] = File(None, "600", owner)
-    roots = (paths.base_dir, paths.bin, paths.lib, paths.etc, paths.state, paths.envs)
-    return Wanted(
-        files=files,
-        directories={
-            **dict.fromkeys(roots, ("root", "755")),
-            paths.secrets: ("root", "711"),
-            **dict.fromkeys((paths.log, paths.run, paths.home), (run.user, "700")),
-            paths.tier_dir: (run.user, "700"),
-            place: (run.user, "700"),
-        },
-        env=run.env_dir,
-        current=paths.current,
-        pins=pins_of(run.lock.text),
-        settings=settings_digest(run.settings),
-        lock=run.lock.digest,
-        system=system_of(run.settings, run.report),
-        kept=kept,
-        tier_dir=paths.tier_dir,
-        collector=collector_of(run),
-    )
-
-
-def collector_of(run: Run) -> str | None:
-    """What the host's manager calls the program that writes the figures for Prometheus."""
-    if not run.settings.monitoring:
-        return None
-    return monitoring.UNIT.removesuffix(".service") if run.systemd else monitoring.PROGRAM
-
-
-def ask_of(run: Run, wanted: Wanted) -> dict[str, Any]:
-    """What drift_look.py is asked."""
-    return {
-        "base": run.paths.base_dir,
-        "user": run.user,
-        "files": [*wanted.files, wanted.current],
-        "directories": list(wanted.directories),
-        "env": run.env_dir,
-        "mounts": [run.paths.tier_dir],
-        "collector": wanted.collector,
-        "answers": {
-            runner.service: argv
-            for runner, argv in zip(
-                runners_of(run.settings), ready_commands(run, "--once"), strict=True
-            )
-        },
-    }
+    own = own_engine(settings, found.info)
+    lock = read_lock(REPO / "locks", found.info, minor(python), own)
+    return found.settings, lock, python.path
 
 
 def drive_trouble(run: Run) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from deploys.common.context import Run
 from deploys.common.ollama import gpus_of
 from deploys.common.rendered import supervisord_conf
@@ -9,6 +11,12 @@ from kvhost.ollama.dropin import dropin_text
 from kvhost.ollama.server import adopted, services
 from kvhost.services.service import Service, unit_file
 from kvhost.services.units import unit_text
+
+#: files of etc/ that describe a service of kvhost's
+DESCRIBES = re.compile(
+    r"(cache|runner|slots|pruner|runner-\w+)\.json|kvhost-[\w-]+\.service|vllm[\w-]*\.yaml"
+    r"|supervisord\.conf|model-digest|ollama\.conf"
+)
 
 
 def drop_in_source(run: Run) -> str:
@@ -33,3 +41,10 @@ def texts_of(run: Run) -> dict[str, str]:
         text = unit_text(one, run.settings, paths, gpu=gpu)
         texts[f"{paths.etc}/{unit_file(one.name)}"] = text
     return texts
+
+
+def gone_files(run: Run) -> list[str]:
+    """Files in etc/ of another runner, or of the other way to have Ollama, by the report."""
+    etc, wanted = f"{run.paths.etc}/", texts_of(run)
+    names = {path.removeprefix(etc): path for path in run.files if path.startswith(etc)}
+    return [p for n, p in names.items() if DESCRIBES.fullmatch(n) and p not in wanted]

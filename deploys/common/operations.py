@@ -204,7 +204,7 @@ def secret_file(path: str, secret: Secret, user: str) -> Commands:
     digest = hashlib.sha256(content.encode()).hexdigest()
     there = ask_file(path) or {}
     same = there.get("sha256") == digest
-    right = (there.get("owner"), there.get("mode")) == (user, "600")
+    right = [there.get(key) for key in ("owner", "group", "mode")] == [user, user, "600"]
     if same and right:
         return
     quoted = shlex.quote(path)

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from pyinfra import context, host, logger
@@ -25,6 +24,7 @@ from deploys.common.program import against_program
 from deploys.common.reasons import failed, hide
 from deploys.common.rendered import gpus_of, shared_texts, vllm_yamls
 from deploys.common.runlock import is_dead
+from deploys.common.settled import model_need, settled, the_matrix
 from kvhost.driver.mend import mend_of
 from kvhost.driver.sources import MirrorError, mirror_of
 from kvhost.drives.order import drive_order
@@ -32,18 +32,14 @@ from kvhost.drives.smart import counters
 from kvhost.engine.bundle import bundle_refusals
 from kvhost.engine.locks import EngineLock, LockError, own_engine, read_lock
 from kvhost.engine.locks import tools_digest as digest_of_tools
-from kvhost.engine.matrix import LockInfo, Matrix, ProgramInfo, load_matrix
+from kvhost.engine.matrix import LockInfo, ProgramInfo
 from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
 from kvhost.llama import facts as llama
-from kvhost.llama.need import llama_need, need_of_heads
 from kvhost.onhost import model_builtin, model_gguf
 from kvhost.plan.accelerator import accelerator_refusals, decision_of
-from kvhost.plan.derive import derived
 from kvhost.plan.drives import claim_of, drive_notes
 from kvhost.plan.host import installed, minor
-from kvhost.plan.lock import choose_lock
-from kvhost.plan.make import ModelNeed, Plan, PlanInputs, choose_python, make_plan
-from kvhost.plan.model_need import need_of, weights_bytes
+from kvhost.plan.make import Plan, PlanInputs, choose_python, make_plan
 from kvhost.plan.stopped import controller_refused, plan_failed
 from kvhost.plan.types import Refusal, Stage, unreadable
 from kvhost.plan.view import render_plans
@@ -191,9 +187,8 @@ def _prepare(
         show(Plan((), run.plan.refusals, ()) if only_refusals else run.plan)
         tell_summary(host.name)
         return None if run.plan.refusals else run
-    info, lock_refusals = choose_lock(settings, report, matrix)
-    need = model_need(settings, report)
-    settings, why_derived = derived(settings, report, need, cuda=info.cuda is not None)
+    found = settled(settings, report)
+    settings, info = found.settings, found.info
     python = choose_python(settings, report, info.pythons)
     version = minor(python) if python else info.pythons[0]
     python_path = python.path if python else "/usr/bin/python3"
@@ -209,12 +204,12 @@ def _prepare(
     # a run that installs nothing installs no driver
     mend = None if only_refusals else mend_of(settings, report, decision, mirror)
     inputs = replace(
-        plan_inputs(settings, report, info, lock, lock_refusals, with_key=with_key),
+        plan_inputs(settings, report, info, lock, found.refusals, with_key=with_key),
         lock_state=info.state,
         bundle_refusals=against_bundle(settings, report, lock)
         + against_program(settings, report, lock),
         cuda=info.cuda,
-        derived=why_derived,
+        derived=found.notes,
         driver=decision,
         mend=mend,
     )
@@ -365,38 +360,6 @@ def plan_inputs(
         with_key=with_key,
         lock_is_stale=is_dead(run_lock) if run_lock else None,
     )
-
-
-def model_need(settings: Settings, report: HostReport) -> ModelNeed | None:
-    if settings.model_source == "builtin":
-        told = model_builtin.describe()
-        if settings.runner == "llama_server":
-            return replace(
-                need_of_heads(
-                    settings, [told["kv_heads"]] * told["layers"], *[told["head_dim"]] * 2
-                ),
-                weights_bytes=told["weights_memory_bytes"],
-                max_context=told["context_tokens"],
-            )
-        return ModelNeed(
-            told["weights_memory_bytes"],
-            told["kv_bytes_per_token"],
-            told["context_tokens"],
-            told["attention_heads"],
-            told["kv_heads"],
-        )
-    if report.model.data is None or report.model.data.config.data is None:
-        return None
-    if settings.runner == "llama_server":
-        return llama_need(report.model.data.config.data, settings)
-    weights = weights_bytes(report.model.data, settings)
-    return need_of(report.model.data.config.data, weights, settings)
-
-
-@cache
-def the_matrix() -> Matrix:
-    """Read once in a run. Raises LockError."""
-    return load_matrix(REPO / "locks")
 
 
 def rendered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvhost.services import native
 from kvhost.services.describe import services
 from kvhost.services.monitoring import program
 from kvhost.services.namespace import Namespace, input_digest, namespace_of
-from kvhost.services.runners import config_name, ranks, runners_of
+from kvhost.services.runners import config_name, left_over, ranks, runners_of
 from kvhost.services.served import model_path
 from kvhost.services.service import Service, unit_file
 from kvhost.services.shared import ca_path
@@ -132,6 +133,13 @@ def unit_texts(
         f"{paths.etc}/{unit_file(s.name)}": unit_text(s, settings, paths, gpu=gpu)
         for s in described
     }
+
+
+def gone_runners(run: Run, texts: Mapping[str, str]) -> list[str]:
+    """Files of runners that the settings do not have any more, as the report told them when the
+    run began. ``texts``: path -> content of what describes the services."""
+    wanted = {*texts, *vllm_yamls(run.settings, with_key=run.with_key)}
+    return left_over(run.files, wanted, run.paths.etc)
 
 
 @dataclass(frozen=True)

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import shlex
 from collections.abc import Iterator
 
 from deploys.common.bundle import bundle_place
-from deploys.common.context import REPO, Run
+from deploys.common.context import Run
 from deploys.common.looks import Ask
-from deploys.common.operations import TextFile, file_asks, root_files, run_unless
+from deploys.common.made import lock_files, lock_path, tools_check, wheel_command
+from deploys.common.operations import file_asks, root_files, run_unless
 from deploys.engine.bundle import bundle_on_host
 from kvhost.driver.decide import expected_gpus
 from kvhost.engine.locks import Program
 from kvhost.engine.tools import tools_commands
-from kvhost.services.describe import proof_env
-
-
-def lock_path(run: Run) -> str:
-    return f"{run.paths.locks}/{run.lock.name}-py{run.lock.python}-{run.lock.digest[:16]}.txt"
-
-
-def lock_files(run: Run) -> list[TextFile]:
-    paths = run.paths
-    env = json.dumps(proof_env(run.settings, paths), indent=1, sort_keys=True) + "\n"
-    return [
-        TextFile(f"{paths.locks}/tools.txt", (REPO / "locks" / "tools.txt").read_text("utf-8")),
-        TextFile(lock_path(run), run.lock.text),
-        TextFile(f"{paths.etc}/service-env.json", env),
-    ]
 
 
 def status_command(run: Run) -> tuple[str, ...]:
@@ -40,16 +25,6 @@ def status_command(run: Run) -> tuple[str, ...]:
 def current_command(run: Run) -> tuple[str, ...]:
     link = shlex.quote(run.paths.current)
     return ("sh", "-c", f'[ "$(readlink {link})" = {shlex.quote(run.env_dir)} ] && echo true')
-
-
-def wheel_command(run: Run, name: str) -> tuple[str, ...]:
-    path = shlex.quote(f"{run.paths.wheels}/{name}")
-    digest = hashlib.sha256(run.lock.wheels[name]).hexdigest()
-    return ("sh", "-c", f"echo {digest} {path} | sha256sum -c --status && echo true")
-
-
-def tools_check(run: Run) -> tuple[str, ...]:
-    return ("sh", "-c", tools_commands(run.paths, run.tools_digest, run.python)[0])
 
 
 def tools_build(run: Run) -> str:

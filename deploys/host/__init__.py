@@ -8,9 +8,8 @@ from deploys.common.bundle import bundle_place
 from deploys.common.context import Run
 from deploys.common.facts import LIBRARY, script_text, scripts
 from deploys.common.looks import Ask
-from deploys.common.ollama import packages_of
+from deploys.common.made import inside_home, packages, wanted_directories
 from deploys.common.operations import (
-    Directory,
     TextFile,
     directories,
     directory_asks,
@@ -19,40 +18,7 @@ from deploys.common.operations import (
 )
 from deploys.common.own import own_directories, own_files_ask, words_for
 from deploys.host.operations import debian_packages, packages_ask, service_user, user_ask
-from kvhost.engine.packages import drive_packages, needed_packages, runner_packages
 from kvhost.ollama.server import adopted
-
-
-def wanted_directories(run: Run) -> list[Directory]:
-    paths, user = run.paths, run.user
-    roots = (
-        paths.base_dir, paths.bin, paths.lib, paths.etc, paths.locks, paths.wheels, paths.tools,
-        paths.envs, paths.models, paths.state,
-    )  # fmt: skip
-    if adopted(run.settings):  # the unit has a user of its own, and its program is not kvhost's
-        few = (paths.base_dir, paths.bin, paths.lib, paths.etc, paths.state)
-        return [Directory(path, "root", "755") for path in few]
-    return [
-        *(Directory(path, "root", "755") for path in roots),
-        # root's, so that nobody can put a link in the place of a key; a key is its reader's, 0600
-        Directory(paths.secrets, "root", "711"),
-        *(Directory(path, user, "700") for path in (paths.log, paths.run, paths.home)),
-    ]
-
-
-def inside_home(run: Run) -> tuple[str, ...]:
-    home = run.paths.home
-    return (f"{home}/tmp", *(f"{home}/.cache{sub}" for sub in ("", "/numba", "/vllm")))
-
-
-def packages(run: Run) -> tuple[str, ...]:
-    if run.settings.runner == "ollama":
-        return packages_of(run.settings, run.python)
-    return (
-        *needed_packages(run.python, gpu=run.lock.cuda is not None),
-        *runner_packages(run.settings),
-        *drive_packages(run.settings),
-    )
 
 
 def own_scripts(run: Run) -> list[TextFile]:

@@ -6,25 +6,12 @@ from collections.abc import Iterator
 
 from deploys.common.context import Run
 from deploys.common.looks import Ask
+from deploys.common.made import builtin_script, model_check
 from deploys.common.operations import Directory, as_service, directories, run_unless, secret_file
 from deploys.model.sent import sent_model
 from kvhost.schema.values import is_sent
-from kvhost.services.served import model_dir, model_path
+from kvhost.services.served import model_dir
 from kvhost.services.vllm import service_env
-
-
-def builtin_script(run: Run) -> tuple[str, str]:
-    """What makes the built-in model for this runner, and where."""
-    name = "model_gguf" if run.settings.runner == "llama_server" else "model_builtin"
-    return run.script(name), model_path(run.settings, run.paths)
-
-
-def check_command(run: Run) -> tuple[str, ...]:
-    here = model_dir(run.settings, run.paths)
-    if run.settings.model_source == "builtin":
-        script, path = builtin_script(run)
-        return ("python3", script, "--check", path)
-    return ("cat", f"{here}/.kvhost-complete.json")
 
 
 def asks(run: Run) -> Iterator[Ask]:
@@ -35,8 +22,9 @@ def asks(run: Run) -> Iterator[Ask]:
     if source != "builtin":
         yield ("file", run.settings.resolved_model_dir)
         yield ("file", f"{run.paths.secrets}/hf-token")
-        yield ("file", here)
-    yield ("argv", *check_command(run))
+        if not is_sent(source):
+            yield ("file", here)
+    yield ("argv", *model_check(run))
 
 
 def deploy(run: Run) -> None:
@@ -47,7 +35,7 @@ def deploy(run: Run) -> None:
         script, path = builtin_script(run)
         run_unless(
             name="model: the built-in one",
-            check=check_command(run),
+            check=model_check(run),
             command=f"python3 {script} --out {path} > /dev/null",
             when_ok=lambda state: bool(state["ok"]),
         )
@@ -84,7 +72,7 @@ def deploy(run: Run) -> None:
     )  # fmt: skip
     run_unless(
         name="model: fetched from the hub",
-        check=check_command(run),
+        check=model_check(run),
         command=as_service(run.user, env, fetch),
         when_ok=lambda state: state.get("revision") == run.settings.model_revision,
     )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from pyinfra.api import StringCommand, operation
 
-from deploys.common.context import REPO
 from deploys.common.looks import ask_json
+from deploys.common.made import digest_here, folder_of
 from deploys.common.operations import Commands, converges, refuse, shown
 from deploys.common.send import Sent, send
 from kvhost.onhost.bundle_check import file_digest
@@ -22,29 +18,6 @@ from kvhost.onhost.model_digest import SUFFIXES
 from kvhost.schema.values import SENT
 
 MARKER = ".kvhost-complete.json"
-
-
-@functools.cache
-def digest_here(source: str) -> tuple[str, str]:
-    """(digest, why there is none) of a model on the controller, by the host's own script. What was
-    read once is remembered in the user's cache directory."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvhost"
-    caches.mkdir(parents=True, exist_ok=True)
-    script = REPO / "kvhost" / "onhost" / "model_digest.py"
-    done = subprocess.run(
-        [
-            *(sys.executable, str(script), "--model", str(folder_of(source))),
-            *("--cache", str(caches / "models.json")),
-        ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        return "", done.stderr.strip()
-    return str(json.loads(done.stdout)["digest"]), ""
-
-
-def folder_of(source: str) -> Path:
-    return Path(source.removeprefix(SENT)).expanduser()
 
 
 def files_of(source: str) -> list[Sent]:

@@ -12,12 +12,13 @@ from kvhost.services.monitoring import textfile
 
 def asks(run: Run) -> Iterator[Ask]:
     """What the operation of deploy() will ask."""
-    yield ("text", PLACE)
     if not run.settings.monitoring:
+        yield ("text", PLACE)
         yield ("text", textfile(run.settings))
         return
     yield ("file", run.settings.monitoring_textfile_dir)
     if run.systemd:
+        yield ("text", PLACE)
         yield ("file", PLACE)
         yield ("argv", *ACTIVE)
     else:

@@ -11,7 +11,7 @@ from deploys.common.context import Run
 from deploys.common.looks import ask, ask_file
 from deploys.common.operations import Commands, TextFile, converges, refuse, write_files
 from deploys.common.rendered import metrics_script
-from kvhost.services.monitoring import UNIT, textfile, unit_text
+from kvhost.services.monitoring import UNIT, textfile, unit_text, written_for
 
 PLACE = f"/etc/systemd/system/{UNIT}"
 #: ends well when it runs now and after a boot
@@ -43,9 +43,7 @@ def ours(run: Run, path: str) -> bool:
     """Whether the file is this installation's, by its first line."""
     there = ask(("text", path))
     return bool(
-        there
-        and there["status"] == "ok"
-        and there["text"].startswith(f"# Written by kvhost for {run.paths.base_dir}.")
+        there and there["status"] == "ok" and there["text"].startswith(written_for(run.paths))
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from deploys.common.context import REPO, Run
+from deploys.common.context import Run
 from deploys.common.looks import Ask
+from deploys.common.made import tools_lock
 from deploys.common.ollama import archive_on_host
 from deploys.common.ollama_texts import drop_in_source, texts_of
 from deploys.common.operations import TextFile, root_files, run_unless
@@ -40,11 +41,6 @@ def tools_of(run: Run) -> tuple[str, str]:
 def current_command(run: Run) -> tuple[str, ...]:
     link = shlex.quote(run.paths.current)
     return ("sh", "-c", f'[ "$(readlink {link})" = {shlex.quote(run.env_dir)} ] && echo true')
-
-
-def tools_lock(run: Run) -> list[TextFile]:
-    text = (REPO / "locks" / "tools.txt").read_text(encoding="utf-8")
-    return [TextFile(f"{run.paths.locks}/tools.txt", text)]
 
 
 def asks(run: Run) -> Iterator[Ask]:
@@ -119,9 +115,7 @@ def program(run: Run) -> None:
 
 def leave(run: Run) -> None:
     """In a run of another runner: the drop-in goes, and the unit runs as it was."""
-    kvhost = run.report.kvhost.data
-    there = (kvhost.files.data if kvhost else None) or {}
-    if drop_in_source(run) in there:
+    if drop_in_source(run) in run.files:
         left_drop_in(name="ollama: its unit as it was", run=run)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from rich.console import Console
 from deploys.common.context import Run
 from deploys.common.kept import judged, keep, left
 from deploys.common.looks import Ask, ask_json, ask_json_file
-from deploys.common.ollama_texts import drop_in_source, texts_of
+from deploys.common.made import ollama_model
+from deploys.common.ollama_texts import drop_in_source, gone_files, texts_of
 from deploys.common.operations import (
     Commands,
     Directory,
@@ -41,7 +41,7 @@ from deploys.common.send import Sent, send
 from kvhost.ollama.dropin import UNIT, dropin_text, variables
 from kvhost.ollama.facts import OllamaEvidence, parse_facts
 from kvhost.ollama.receipt import make_ollama_receipt
-from kvhost.ollama.server import adopted, log_argv, model_words, models_dir
+from kvhost.ollama.server import adopted, log_argv, models_dir
 from kvhost.ollama.verdict import verdict_of
 from kvhost.records.receipt import system_of
 from kvhost.reports.kept import (
@@ -56,12 +56,6 @@ from kvhost.schema.values import SENT, is_sent
 from kvhost.services.served import api_url
 from kvhost.verdict.view import verdict_table
 
-#: files of etc/ that describe a service of kvhost's
-DESCRIBES = re.compile(
-    r"(cache|runner|slots|pruner|runner-\w+)\.json|kvhost-[\w-]+\.service|vllm[\w-]*\.yaml"
-    r"|supervisord\.conf|model-digest|ollama\.conf"
-)
-
 
 def state_command(run: Run) -> tuple[str, ...]:
     return ("python3", run.script("engine"), "status", "--env", run.env_dir)
@@ -74,13 +68,6 @@ def unit_command(run: Run) -> tuple[str, ...]:
 def services_command(run: Run, *words: str) -> tuple[str, ...]:
     base = ("--base", run.paths.base_dir, "--user", run.user)
     return ("python3", run.script("services"), *base, *words)
-
-
-def model_command(run: Run, verb: str) -> tuple[str, ...]:
-    digest = run.settings.ollama_model_digest
-    pinned = ("--digest", digest) if digest else ()
-    words = (*model_words(run.settings, run.paths), "--url", api_url(run.settings), *pinned)
-    return ("python3", run.script("ollama_model"), verb, *words)
 
 
 def version_command(run: Run) -> tuple[str, ...]:
@@ -97,7 +84,7 @@ def asks_of_the_server(run: Run) -> Iterator[Ask]:
     if models_dir(run.settings) is not None:
         yield ("file", run.settings.resolved_model_dir)
         yield ("file", models_dir(run.settings) or "")
-    yield ("argv", *model_command(run, "check"))
+    yield ("argv", *ollama_model(run, "check"))
     yield ("argv", *version_command(run))
     if run.drive_order is not None:
         yield ("text", run.paths.drive)
@@ -113,11 +100,7 @@ def left_over(run: Run) -> Commands:
 
     + run: the run of this host
     """
-    kvhost = run.report.kvhost.data
-    there = (kvhost.files.data if kvhost else None) or {}
-    etc, wanted = f"{run.paths.etc}/", texts_of(run)
-    names = {path.removeprefix(etc): path for path in there if path.startswith(etc)}
-    gone = [p for n, p in names.items() if DESCRIBES.fullmatch(n) and p not in wanted]
+    gone = gone_files(run)
     if not gone:
         return
     commands = []
@@ -238,14 +221,14 @@ def model(run: Run) -> Commands:
 
     + run: the run of this host
     """
-    answer = ask_json(model_command(run, "check"))
+    answer = ask_json(ollama_model(run, "check"))
     if answer["status"] == "ok" and answer["data"]["there"]:
         return
     program = f"{run.paths.current}/bin/ollama"
     if adopted(run.settings) and run.settings.model_source.startswith("/"):
         unit = ask_json(unit_command(run))
         program = (unit["data"] or {}).get("program") or "ollama"
-    yield shown((*model_command(run, "ensure"), "--program", program))
+    yield shown((*ollama_model(run, "ensure"), "--program", program))
 
 
 @operation()
@@ -255,7 +238,7 @@ def receipt(run: Run) -> Commands:
 
     + run: the run of this host
     """
-    server, found = ask_json(version_command(run)), ask_json(model_command(run, "check"))
+    server, found = ask_json(version_command(run)), ask_json(ollama_model(run, "check"))
     wrong = next((one["why"] for one in (server, found) if one["status"] != "ok"), None)
     if wrong is not None:
         yield refuse(f"Ollama does not answer: {wrong}") if executing() else unknown_yet()

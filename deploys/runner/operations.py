@@ -30,6 +30,7 @@ from deploys.common.operations import (
 from deploys.common.ready import ready_commands
 from deploys.common.rendered import (
     Late,
+    gone_runners,
     look,
     manager_texts,
     not_resolved,
@@ -41,7 +42,7 @@ from deploys.common.rendered import (
 from kvhost.onhost.engine_whole import MARKER as ENGINE_MARKER
 from kvhost.onhost.ready import CACHE_HANGS, RUNNER_HANGS
 from kvhost.records.receipt import make_receipt, system_of
-from kvhost.services.runners import left_over, runners_of
+from kvhost.services.runners import runners_of
 
 
 def service_texts(run: Run, late: Late) -> dict[str, str]:
@@ -52,15 +53,6 @@ def service_texts(run: Run, late: Late) -> dict[str, str]:
         f"{run.paths.etc}/model-digest": f"{late.model_digest}\n",
         **manager_texts(run, described),
     }
-
-
-def gone_runners(run: Run, texts: dict[str, str]) -> list[str]:
-    """Files of runners that the settings do not have any more, as the report told them when the
-    run began."""
-    kvhost = run.report.kvhost.data
-    there = (kvhost.files.data if kvhost else None) or {}
-    wanted = {*texts, *vllm_yamls(run.settings, with_key=run.with_key)}
-    return left_over(there, wanted, run.paths.etc)
 
 
 def service_file_paths(run: Run) -> list[str]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from deploys.common.context import Run
 from deploys.common.looks import Ask
+from deploys.common.made import settle_command
 from deploys.common.rendered import last_namespace, resolved_path
-from deploys.verify.operations import restart_test, settle, settle_command
+from deploys.verify.operations import restart_test, settle
 from kvhost.records.journal import tell
 from kvhost.reports.kept import tell_summary
 from kvhost.services.runners import runners_of

@@ -19,6 +19,7 @@ from deploys.common.back import go_back
 from deploys.common.context import Run
 from deploys.common.kept import judged, keep, left
 from deploys.common.looks import ask_json, ask_json_file
+from deploys.common.made import settle_command
 from deploys.common.operations import (
     Commands,
     connector_arguments,
@@ -246,11 +247,6 @@ def settle(run: Run, clear: bool) -> Commands:
     state = ask_json((*argv, "--check"))
     if state["status"] != "ok" or not state["data"]["settled"]:
         yield shown(argv)
-
-
-def settle_command(run: Run, resolved: str, *, clear: bool) -> tuple[str, ...]:
-    argv = ("python3", run.script("generations"), "settle", "--base", run.paths.base_dir)
-    return (*argv, "--resolved", resolved, *(() if clear else ("--record-only",)))
 
 
 def collect(host: Any, run: Run, config: str, out: str) -> int | None:

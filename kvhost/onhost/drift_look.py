@@ -2,18 +2,22 @@
 """Looks at what kvhost left on a host, for `kvhost drift`; changes nothing. Prints JSON.
 
 drift_look.py --ask JSON, run as root. JSON: {"base", "user", "files": [path], "directories":
-[path], "env", "mounts": [path], "collector": name or null, "answers": {service: command}}. The
-answer has a part each, {"status": ok|absent|unreadable, "why", "data"}: files and directories by
-path (null where nothing is), the engine's environment against its own marker and its packages, the
-services and what runs them, the mounts that the paths lie in, the state of what writes the figures
-for Prometheus, and for each service what is missing until it answers, as its command (ready.py or
-ollama_ready.py, --once) says, null where nothing is.
+[path], "absent": {path: text}, "checks": {name: command}, "model": path, "env", "mounts": [path],
+"collector": name or null, "answers": {service: command}}. The answer has a part each, {"status":
+ok|absent|unreadable, "why", "data"}: files and directories by path (null where nothing is); whether
+a file is there that begins with that text; the JSON that each command prints ({"data"}, or "why"
+there is none); the model's digest, from what model_digest.py remembers of files that are as they
+were ("changed" names the others); the engine's environment against its own marker and its packages;
+the services and what runs them; the mounts that the paths lie in; the state of what writes the
+figures for Prometheus; for each service what is missing until it answers, as its command (ready.py
+or ollama_ready.py, --once) says, null where nothing is.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import grp
 import hashlib
 import json
 import os
@@ -21,13 +25,14 @@ import pwd
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 sys.dont_write_bytecode = True
 if TYPE_CHECKING:
     from kvhost.onhost import bounded, services
     from kvhost.onhost.engine_whole import is_complete
     from kvhost.onhost.masking import mask_text
+    from kvhost.onhost.model_digest import remembered_model
     from kvhost.onhost.report_parts import Absent, part
     from kvhost.onhost.services_host import Host, Trouble
     from kvhost.onhost.services_supervisor import Supervisord
@@ -37,6 +42,7 @@ else:  # it lies beside this file, where there is no package kvhost
     import services
     from engine_whole import is_complete
     from masking import mask_text
+    from model_digest import remembered_model
     from report_parts import Absent, part
     from services_host import Host, Trouble
     from services_supervisor import Supervisord
@@ -56,13 +62,26 @@ def owner(uid: int) -> str:
         return str(uid)
 
 
+def group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def opened(path: str) -> IO[bytes]:
+    """Neither a link that came in its place is followed, nor a pipe waited for. OSError."""
+    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
 def look_at(path: str) -> Data | None:
     """Kind, owner, mode and digest of what lies at a path; None when nothing does. OSError."""
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    row: Data = {"kind": "other", "user": owner(found.st_uid), "sha256": None}
+    row: Data = {"kind": "other", "user": owner(found.st_uid), "group": group(found.st_gid)}
+    row["sha256"] = None
     row["mode"] = f"{stat.S_IMODE(found.st_mode):o}"
     if stat.S_ISLNK(found.st_mode):
         row.update(kind="link", target=os.readlink(path))
@@ -71,8 +90,8 @@ def look_at(path: str) -> Data | None:
     elif stat.S_ISREG(found.st_mode):
         row["kind"] = "file"
         if found.st_size <= MOST_BYTES:
-            with open(path, "rb") as handle:
-                row["sha256"] = hashlib.sha256(handle.read()).hexdigest()
+            with opened(path) as handle:
+                row["sha256"] = hashlib.sha256(handle.read(MOST_BYTES + 1)).hexdigest()
     return row
 
 
@@ -141,6 +160,41 @@ def answers(asked: dict[str, list[str]]) -> Data:
     return found
 
 
+def checks(asked: dict[str, list[str]]) -> Data:
+    """Name -> {"data": the JSON that its command prints, "why": null or why there is none}."""
+    found: Data = {}
+    for name, argv in asked.items():
+        found[name] = {"data": None, "why": None}
+        try:
+            said = bounded.run(argv, ASK_S)
+            if said.code != 0:
+                told = (said.err.strip() or said.out.strip() or "no output").splitlines()[-1]
+                raise ValueError(told)
+            lines = said.out.strip().splitlines()
+            found[name]["data"] = json.loads(lines[-1] if lines else "")
+        except (OSError, ValueError) as error:
+            found[name]["why"] = mask_text(str(error))[:300]
+    return found
+
+
+def begins(asked: dict[str, str]) -> dict[str, bool]:
+    """Path -> whether something is there, and begins with that text if there is one. OSError."""
+    found = {}
+    for path, text in asked.items():
+        row, wanted = look_at(path), text.encode()
+        found[path] = row is not None and not wanted
+        if row is not None and row["kind"] == "file" and wanted:
+            with opened(path) as handle:
+                found[path] = handle.read(len(wanted)) == wanted
+    return found
+
+
+def model(path: str, base: str) -> Data:
+    if not os.path.exists(path):
+        raise Absent(path)
+    return remembered_model(path, os.path.join(base, "state", "model-digests.json"))
+
+
 def mounts(paths: list[str]) -> Data:
     """Path -> the mount that it lies in, proc_pid_mountinfo(5). The longest mount point counts."""
     rows = []
@@ -171,6 +225,9 @@ def main() -> int:
     looks: dict[str, Any] = {
         "files": functools.partial(by_path, ask["files"]),
         "directories": functools.partial(by_path, ask["directories"]),
+        "absent": functools.partial(begins, ask.get("absent", {})),
+        "checks": functools.partial(checks, ask.get("checks", {})),
+        "model": functools.partial(model, ask.get("model", ""), ask["base"]),
         "env": functools.partial(environment, ask["env"]),
         "services": functools.partial(running, ask["base"], ask["user"]),
         "mounts": functools.partial(mounts, ask["mounts"]),

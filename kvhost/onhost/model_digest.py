@@ -172,6 +172,41 @@ def weights_of(folder: str, names: list[str]) -> list[str]:
     return weights
 
 
+def counted(names: list[str]) -> list[str]:
+    """Those that decide what the model computes. One with a dot in front is a note of kvhost's or
+    of a downloader's, nothing of the model."""
+    return [name for name in names if name.endswith(SUFFIXES) and not name.startswith(".")]
+
+
+def whole_digest(lines: list[str]) -> str:
+    """Of the lines "NAME DIGEST"."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def remembered_model(path: str, cache_path: str) -> dict[str, Any]:
+    """{"digest", "changed"}: the digest by what is remembered, without reading a weight; null where
+    files are not as they were then, which "changed" names. Raises OSError."""
+    single, cache = path.endswith(".gguf"), load_cache(cache_path)
+    names = [""] if single else counted(sorted(os.listdir(path)))
+    lines, changed, digest = [], [], None
+    for name in names:
+        file = path if single else os.path.join(path, name)
+        try:
+            st = os.stat(file)
+        except FileNotFoundError:  # a link that leads nowhere
+            changed.append(name)
+            continue
+        if not stat.S_ISREG(st.st_mode):
+            continue
+        digest = remembered(cache.get(file), st)
+        lines.append(f"{name} {digest}")
+        if digest is None:
+            changed.append(name or os.path.basename(path))
+    if changed:
+        return {"digest": None, "changed": changed}
+    return {"digest": digest if single else whole_digest(lines), "changed": []}
+
+
 def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, Any]:
     """Raises OSError."""
     names = sorted(os.listdir(folder))
@@ -180,8 +215,7 @@ def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, A
     # of other models, what was learnt is kept; of this one, only what is still there
     fresh = {path: entry for path, entry in cache.items() if os.path.dirname(path) != folder}
     lines, total, weight_bytes = [], 0, 0
-    # a name with a dot in front is a note of kvhost's or of a downloader's, nothing of the model
-    for name in (n for n in names if n.endswith(SUFFIXES) and not n.startswith(".")):
+    for name in counted(names):
         path = os.path.join(folder, name)
         try:
             st = os.stat(path)
@@ -201,7 +235,7 @@ def model_digest(folder: str, cache_path: str, user: User | None) -> dict[str, A
         total += st.st_size
     if fresh != cache:
         save_cache(cache_path, fresh)
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digest = whole_digest(lines)
     return {"digest": digest, "files": len(lines), "bytes": total, "weights_bytes": weight_bytes}
 
 

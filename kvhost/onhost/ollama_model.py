@@ -47,8 +47,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def gguf_digest(path: str, state: str) -> str:
-    """sha256 of a file, remembered by its identity: a model of 40 GB is read once. OSError."""
+def gguf_digest(path: str, state: str, read: bool = True) -> str:
+    """sha256 of a file, remembered by its identity: a model of 40 GB is read once. Without
+    ``read`` only what is remembered counts. Raises OSError, Failed."""
     found = os.stat(path)
     identity = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
     notes = os.path.join(state, "ollama-gguf.json")
@@ -60,6 +61,8 @@ def gguf_digest(path: str, state: str) -> str:
         known = {}
     if isinstance(known, dict) and known.get("path") == path and known.get("is") == identity:
         return str(known["sha256"])
+    if not read:
+        raise Failed(f"{path} is not as it was when its digest was taken")
     digest = hashlib.sha256()
     with open(path, "rb") as handle:
         while block := handle.read(1 << 20):
@@ -96,7 +99,7 @@ def name_of(args: argparse.Namespace) -> str:
     if is_split(args.gguf):
         raise Failed(f"{args.gguf} is a part of a split model, and Ollama makes a model of one file"
                      ": put its parts together (llama-gguf-split --merge)")  # fmt: skip
-    return gguf_name(args.gguf, gguf_digest(args.gguf, args.state))
+    return gguf_name(args.gguf, gguf_digest(args.gguf, args.state, not args.remembered))
 
 
 def look(args: argparse.Namespace) -> Data:
@@ -181,6 +184,9 @@ def main() -> int:
         what.add_argument("--model", help="a name of Ollama's library, with its tag")
         what.add_argument("--gguf", help="a file on the host")
         command.add_argument("--state", default="/nonexistent", help="where a digest is kept")
+        command.add_argument(
+            "--remembered", action="store_true", help="read no GGUF, write nothing"
+        )
         if verb != "name":
             command.add_argument("--url", required=True)
             command.add_argument("--digest", help="12 or 64 digits, as `ollama list` shows them")

@@ -11,6 +11,15 @@ from kvhost.settings import Settings
 
 #: filesystems of the container's own disk
 OWN_DISK = ("overlay", "tmpfs", "ramfs", "aufs")
+#: settings with a path on the host whose loss at a stop is no harm, and why
+HARMLESS = {
+    "python": "it belongs to the image, as all programs of the system do",
+    "engine_wheel": "only read while it is installed; the environment lies on the volume",
+    "engine_bundle": "only read while it is installed; the environment lies on the volume",
+    "llama_binary": "copied into the environment, which lies on the volume",
+    "ollama_archive": "only read while it is unpacked; what it held lies on the volume",
+    "monitoring_textfile_dir": "its one file is written anew, for a node_exporter of the image",
+}
 
 
 def pod_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> Iterator[Refusal]:
@@ -18,13 +27,9 @@ def pod_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> I
     volume = settings.volume_dir
     if volume is None:
         return
-    kept = [("base_dir", settings.base_dir), ("tier_dir", settings.resolved_tier_dir)]
-    if settings.model_source.startswith("/"):
-        kept.append(("model_source", settings.model_source))
-    for key, path in kept:
+    for key, path in _kept(settings):
         if not _below(path, volume):
-            name = "models" if key == "model_source" else "tier" if key == "tier_dir" else ""
-            instead = PurePosixPath(volume, "kvhost", name)
+            instead = PurePosixPath(volume, "kvhost", _NAMES.get(key, ""))
             yield Refusal(
                 "storage",
                 "off_the_volume",
@@ -55,6 +60,20 @@ def pod_refusals(settings: Settings, report: HostReport, facts: PlanInputs) -> I
             f"{disk.fs} at {disk.mount_point}",
             "attach the volume (the provider says where it is mounted), or correct volume_dir",
         )
+
+
+#: what a setting's directory is called below base_dir
+_NAMES = {"tier_dir": "tier", "model_dir": "models", "model_source": "models"}
+
+
+def _kept(settings: Settings) -> Iterator[tuple[str, str]]:
+    """The settings whose paths must outlive a stop. Those of a drive are refused as a whole."""
+    yield "base_dir", settings.base_dir
+    yield "tier_dir", settings.resolved_tier_dir
+    if settings.model_dir is not None:  # else in base_dir
+        yield "model_dir", settings.model_dir
+    if settings.model_source.startswith("/"):
+        yield "model_source", settings.model_source
 
 
 def pod_notes(settings: Settings) -> list[str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvhost.records import receipts
 
 NOTHING = "nothing"
+SECRETS = ("the one that is set", "another")
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,23 @@ class Drift:
 
 @dataclass(frozen=True)
 class File:
-    """What should lie at a path. ``sha256`` None: its content is not compared (a secret)."""
+    """What should lie at a path. ``sha256`` None: its content is not compared. ``secret``: it is,
+    and its digest is told to nobody."""
 
     sha256: str | None
     mode: str
     user: str = "root"
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command by whose JSON a run decides whether something is to be done."""
+
+    part: str
+    argv: tuple[str, ...]
+    good: Callable[[Any], bool]
+    wanted: str
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,19 @@ class Wanted:
     tier_dir: str = ""
     #: what is compared; a runner that adopts somebody else's program has fewer
     parts: tuple[str, ...] = (
-        *("files", "directories", "env", "services", "mounts", "collector", "answers"),
+        *("files", "directories", "absent", "checks", "model", "env", "services", "mounts"),
+        *("collector", "answers"),
     )
     #: what writes the figures for Prometheus, where it is wanted
     collector: str | None = None
+    #: of these files and directories the group does not matter to a run
+    any_group: frozenset[str] = frozenset()
+    #: path -> the text that a file begins with which a run removes, "" where all are removed
+    absent: Mapping[str, str] = field(default_factory=dict)
+    #: what it is -> how a run asks for it
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    #: path of the model, and its digest by the kept receipt
+    model: tuple[str, str] = ("", "")
 
 
 @dataclass
@@ -95,9 +117,10 @@ def _files(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
             rows.append(Drift("file", path, "a file", there["kind"] if there else NOTHING))
             continue
         if file.sha256 is not None and there["sha256"] != file.sha256:
-            digest = f"sha256 {str(there['sha256'])[:12]}"
-            rows.append(Drift("file", path, f"sha256 {file.sha256[:12]}", digest))
-        _owner(rows, path, (file.user, file.mode), there)
+            given, found = file.sha256, str(there["sha256"])
+            told = [f"sha256 {digest[:12]}" for digest in (given, found)]
+            rows.append(Drift("file", path, *(SECRETS if file.secret else told)))
+        _owner(rows, wanted, path, (file.user, file.mode), there)
     if "env" not in wanted.parts:
         return
     link = seen.get(wanted.current)
@@ -106,9 +129,15 @@ def _files(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
         rows.append(Drift("engine", wanted.current, wanted.env, target or NOTHING))
 
 
-def _owner(rows: list[Drift], path: str, own: tuple[str, str], there: Mapping[str, Any]) -> None:
-    if (there["user"], there["mode"]) != own:
-        rows.append(Drift("file", path, " ".join(own), f"{there['user']} {there['mode']}"))
+def _owner(
+    rows: list[Drift], wanted: Wanted, path: str, own: tuple[str, str], there: Mapping[str, Any]
+) -> None:
+    """Its group is its owner's own."""
+    user, group, mode = there["user"], there["group"], there["mode"]
+    same_group = path in wanted.any_group or group == own[0]
+    if (user, mode) != own or not same_group:
+        who = user if same_group else f"{user}:{group}"
+        rows.append(Drift("file", path, " ".join(own), f"{who} {mode}"))
 
 
 def _directories(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
@@ -117,7 +146,32 @@ def _directories(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> 
         if there is None or there["kind"] != "directory":
             rows.append(Drift("file", path, "a directory", there["kind"] if there else NOTHING))
         else:
-            _owner(rows, path, own, there)
+            _owner(rows, wanted, path, own, there)
+
+
+def _absent(rows: list[Drift], wanted: Wanted, seen: Mapping[str, bool]) -> None:
+    rows += [Drift("file", path, NOTHING, "left over") for path in wanted.absent if seen.get(path)]
+
+
+def _checks(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
+    for what, check in wanted.checks.items():
+        said = seen.get(what) or {"why": "it was not told", "data": None}
+        if said["why"] is not None:
+            rows.append(Drift(check.part, what, check.wanted, str(said["why"])))
+        elif not check.good(said["data"]):
+            rows.append(Drift(check.part, what, check.wanted, "not so"))
+
+
+def _model(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
+    """Of weights only size, inode and times are looked at, as every run does."""
+    path, digest = wanted.model
+    if any((row.part, row.what) == ("model", path) for row in rows):
+        return  # one reason is enough
+    if seen["changed"]:
+        names = ", ".join(seen["changed"][:3])
+        rows.append(Drift("model", path, "as it was when its digest was taken", f"other: {names}"))
+    elif seen["digest"] != digest:
+        rows.append(Drift("model", path, digest[:12], str(seen["digest"])[:12]))
 
 
 def _env(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
@@ -131,6 +185,8 @@ def _env(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
         rows.append(Drift("engine", f"package {name}", NOTHING, packages[name]))
     if not seen["whole"]["complete"] and len(rows) == before:
         rows.append(Drift("engine", wanted.env, "as it was built", str(seen["whole"]["why"])))
+    elif not seen["whole"].get("proven", True):
+        rows.append(Drift("engine", wanted.env, "proven with this driver", "with another"))
 
 
 def _services(rows: list[Drift], wanted: Wanted, seen: Mapping[str, Any]) -> None:
@@ -178,8 +234,9 @@ def _mount(row: Mapping[str, Any]) -> str:
 
 #: in the order of Wanted.parts, which ends with the one that looks at the rows before it
 _COMPARERS = {
-    "files": _files, "directories": _directories, "env": _env, "services": _services,
-    "mounts": _mounts, "collector": _collector, "answers": _answers,
+    "files": _files, "directories": _directories, "absent": _absent, "checks": _checks,
+    "model": _model, "env": _env, "services": _services, "mounts": _mounts,
+    "collector": _collector, "answers": _answers,
 }  # fmt: skip
 
 

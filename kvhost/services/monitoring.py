@@ -26,6 +26,11 @@ def textfile(settings: Settings) -> str:
     return f"{settings.monitoring_textfile_dir}/{metrics.FILE}"
 
 
+def written_for(paths: HostPaths) -> str:
+    """What unit and figures begin with, by which an installation tells its own from others'."""
+    return f"# Written by kvhost for {paths.base_dir}."
+
+
 def argv(settings: Settings, paths: HostPaths) -> tuple[str, ...]:
     """The collector's command, all but its Python."""
     runners = [
@@ -80,7 +85,7 @@ def unit_text(settings: Settings, paths: HostPaths, script: str) -> str:
     ]
     parts = [
         # by the first line kvhost tells its own from others'
-        f"# Written by kvhost for {paths.base_dir}. Changes here are undone by the next run:",
+        f"{written_for(paths)} Changes here are undone by the next run:",
         f"# put yours into {UNIT}.d/ (systemctl edit). It runs metrics.py {_digest(script)}.",
         "",
         "[Unit]",

@@ -10,6 +10,7 @@ from kvhost.settings import Settings
 #: Files that the services share with the host scripts
 TIER_MARKER = ".kvhost-tier"
 NAMESPACE_FILE = ".kvhost-namespace.json"
+MARKER_TEXT = "This directory is kvhost's: its pruner deletes files here.\n"
 
 
 def drive_of(settings: Settings) -> str | None:
