@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,3 +116,30 @@ def test_something_in_the_way_is_named(tmp_path: Path) -> None:
     done = run(*wanted(tmp_path))
     assert done.returncode == 1
     assert str(tmp_path / "ns") in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming a user needs root")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_directory_of_another_user_is_named_with_what_gives_it_back(mode: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chown(folder, 65534, 65534)
+        (folder / "ns").mkdir(mode)
+        (folder / "ns").chmod(mode)
+        as_user = [
+            "setpriv",
+            "--reuid=65534",
+            "--regid=65534",
+            "--clear-groups",
+            "/usr/bin/python3",
+        ]
+        argv = [*as_user, "-", *wanted(folder)]
+        for check in ((), ("--check",)):
+            done = subprocess.run([*argv, *check], input=SCRIPT.read_text(), capture_output=True,
+                                  text=True, check=False)  # fmt: skip
+            assert "Traceback" not in done.stderr
+            if check:
+                assert (done.returncode, json.loads(done.stdout)["ok"]) == (0, False)
+            else:
+                assert done.returncode == 1
+                assert f"chown -hR 65534:65534 {folder}/ns" in done.stderr

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import stat
 import sys
 
@@ -22,6 +23,8 @@ def wrong(path: str, directory: bool, text: str | None) -> str | None:
         st = os.lstat(path)
     except FileNotFoundError:
         return f"{path} is not there"
+    except OSError as error:  # of a directory above it, which is another user's, or none
+        return f"{path}: {error.strerror}"
     if stat.S_ISLNK(st.st_mode):
         return f"{path} is a link"
     if directory:
@@ -42,6 +45,10 @@ def make_directory(path: str) -> None:
     if os.path.islink(path):
         os.unlink(path)
     os.makedirs(path, 0o700, exist_ok=True)
+    owner = os.stat(path).st_uid
+    if owner != os.geteuid():  # only root could give it back, and root does not write here by path
+        raise PermissionError(f"{path} belongs to uid {owner}, not to the service's user: "
+                              f"chown -hR {os.geteuid()}:{os.getegid()} {shlex.quote(path)}")  # fmt: skip
     os.chmod(path, 0o700)
 
 
