@@ -47,8 +47,8 @@ def make_directory(path: str) -> None:
     os.makedirs(path, 0o700, exist_ok=True)
     owner = os.stat(path).st_uid
     if owner != os.geteuid():  # only root could give it back, and root does not write here by path
-        raise PermissionError(f"{path} belongs to uid {owner}, not to the service's user: "
-                              f"chown -hR {os.geteuid()}:{os.getegid()} {shlex.quote(path)}")  # fmt: skip
+        back = f"chown -hR {os.geteuid()}:{os.getegid()} {shlex.quote(path)}"
+        raise PermissionError(f"{path} belongs to uid {owner}, not to the service's user: {back}")
     os.chmod(path, 0o700)
 
 
