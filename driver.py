@@ -15,6 +15,6 @@ die_at_step()
 if run is None:
     refused(name="refused: see the plan above")
 else:
-    take_lock(name="host: one run at a time", run=run)
+    take_lock(name="host: one run at a time", run=run, asks=tuple(host_stage.asks(run)))
     host_stage.deploy(run)
     driver.deploy(run)

@@ -12,6 +12,6 @@ if run is None:
 elif run.bare:
     storage.nothing_here(name="storage: no run was ever here, nothing is grown")
 else:
-    take_lock(name="host: one run at a time", run=run)
+    take_lock(name="host: one run at a time", run=run, asks=tuple(host_stage.asks(run)))
     host_stage.deploy(run)
     storage.grow(run)

@@ -16,6 +16,6 @@ if run is None:
 elif run.bare and run.settings.drive_erase is None:
     storage.nothing_here(name="storage: no run was ever here, nothing is given back")
 else:
-    take_lock(name="host: one run at a time", run=run)
+    take_lock(name="host: one run at a time", run=run, asks=tuple(host_stage.asks(run)))
     host_stage.deploy(run)
     storage.release(run)

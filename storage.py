@@ -13,6 +13,7 @@ elif run.drive_order is None:
     why = "no drive is claimed: set drive_serial or another drive_ setting of this host"
     refused(name="storage: the drive", why=why)
 else:
-    take_lock(name="host: one run at a time", run=run)
+    asks = (*host_stage.asks(run), *storage.asks(run))
+    take_lock(name="host: one run at a time", run=run, asks=asks)
     host_stage.deploy(run)
     storage.deploy(run)

@@ -27,20 +27,27 @@ TOP = Path("/var/lib/kvhost-drives")
 DRIVE = "storage: the drive"
 
 
+def clear() -> None:
+    """Also what a run that was killed has left: mounted, or immutable."""
+    for mount in (TOP / "a/drive", TOP / "b/drive"):
+        subprocess.run(["umount", mount], capture_output=True, check=False)
+        with contextlib.suppress(OSError):
+            drive_mount.change_immutable(str(mount), False)
+    shutil.rmtree(TOP, ignore_errors=True)
+
+
 @pytest.fixture
 def loops() -> Iterator[Loops]:
-    shutil.rmtree(TOP, ignore_errors=True)
+    clear()
     fstab = Path("/etc/fstab").read_bytes()
     with Loops(TOP / "images") as made:
         try:
             yield made
         finally:
             for mount in (TOP / "a/drive", TOP / "b/drive"):
-                with contextlib.suppress(OSError):
-                    drive_mount.change_immutable(str(mount), False)
                 subprocess.run(["umount", mount], capture_output=True, check=False)
             Path("/etc/fstab").write_bytes(fstab)
-    shutil.rmtree(TOP, ignore_errors=True)
+    clear()
 
 
 def settings(name: str, loop: Loop, **more: Any) -> dict[str, Any]:

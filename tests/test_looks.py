@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvhost.onhost import looks, runlock
+from tests.fleet_tools import REPO
 
 pytestmark = pytest.mark.fleet
 SCRIPT, REPO = Path(looks.__file__), Path(__file__).resolve().parents[1]
@@ -217,3 +218,10 @@ def test_one_trip_without_a_change_and_the_truth_after_one(tmp_path: Path) -> No
 def test_a_run_of_another_in_between_stops_the_first_change(tmp_path: Path) -> None:
     assert run(tmp_path, "open({guard!r}, 'w').write('another')") == (1, 2)
     assert not (tmp_path / "a").exists()
+
+
+def test_what_makes_a_host_looks_at_all_of_it_at_once() -> None:
+    """Without the list each of a hundred scripts is asked for by a command of its own."""
+    deploys = [path for path in REPO.glob("*.py") if "host_stage.deploy(" in path.read_text()]
+    assert {path.name for path in deploys} >= {"deploy.py", "storage.py", "release.py", "grow.py"}
+    assert [path.name for path in deploys if "host_stage.asks(run)" not in path.read_text()] == []

@@ -142,4 +142,4 @@ def test_a_directory_of_another_user_is_named_with_what_gives_it_back(mode: int)
                 assert (done.returncode, json.loads(done.stdout)["ok"]) == (0, False)
             else:
                 assert done.returncode == 1
-                assert f"chown -hR 65534:65534 {folder}/ns" in done.stderr
+                assert f"chown -hR 65534:65534 '{folder}/ns'" in done.stderr

@@ -194,7 +194,7 @@ def looks(
 def remember(host: str, lock: str, asks: tuple[tuple[str, ...], ...]) -> None:
     """For the next run. One that cannot be written makes that one slower, and is no fault."""
     words = _report.get(host)
-    if words is None:
+    if words is None or not _wanted:  # another deploy asks other things
         return
     try:
         keep(runs_dir(), host, LastAsked(words, tuple(dict.fromkeys(asks)), lock))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import stat
 import sys
 
@@ -47,7 +46,7 @@ def make_directory(path: str) -> None:
     os.makedirs(path, 0o700, exist_ok=True)
     owner = os.stat(path).st_uid
     if owner != os.geteuid():  # only root could give it back, and root does not write here by path
-        back = f"chown -hR {os.geteuid()}:{os.getegid()} {shlex.quote(path)}"
+        back = f"chown -hR {os.geteuid()}:{os.getegid()} '{path}'"  # no setting takes a quote
         raise PermissionError(f"{path} belongs to uid {owner}, not to the service's user: {back}")
     os.chmod(path, 0o700)
 
