@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kvhost.onhost import looks, runlock
-from tests.fleet_tools import REPO
 
 pytestmark = pytest.mark.fleet
 SCRIPT, REPO = Path(looks.__file__), Path(__file__).resolve().parents[1]
