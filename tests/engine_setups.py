@@ -185,12 +185,14 @@ SETUPS = (
         "INCONCLUSIVE",
         "not-restarted",
         config={"services": {"cache": {"restart": ["true"]}}},
+        full=True,
     ),
     Broken(
         "no metrics",
         "INCONCLUSIVE",
         "metrics-unreadable",
         config={"metrics_url": "http://127.0.0.1:9/metrics"},
+        full=True,
     ),
     Broken("the files are deleted", "FAIL", "evicted", "rm -f -- *.data", full=True),
     Broken(

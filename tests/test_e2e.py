@@ -138,6 +138,7 @@ def test_what_was_broken_behind_its_back_is_seen_and_mended(provisioned: Site) -
     assert provisioned.up(verify="never").changed() == []
 
 
+@pytest.mark.full
 def test_an_edited_environment_is_built_anew(provisioned: Site) -> None:
     env = (provisioned.base / "current").resolve()
     module = next(env.glob("lib/python3*/site-packages/lmcache/__init__.py"))
@@ -197,6 +198,7 @@ def test_no_network_is_one_error_and_the_old_environment_still_serves(provisione
     assert provisioned.up(verify="never").code == 0
 
 
+@pytest.mark.full
 def test_a_service_that_does_not_come_up_shows_its_last_lines(provisioned: Site) -> None:
     # the engine's configuration takes it, the server's start does not
     extra = '["--chat-template", "/nonexistent/template.jinja"]'

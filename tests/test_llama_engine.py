@@ -1,6 +1,6 @@
 """llama-server, deployed: PASS after a restart and a kill, no damaged slot is ever read.
 
-Every test runs with a double of the program, and with the real one where there is one.
+Every test runs with the real program where there is one, else with a double; --full: with both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from tests.llama_tools import DOUBLE, HERE, TOKENS, WHY_NONE, LlamaSite, binary,
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 
 
-@pytest.fixture(scope="module", params=["double", "real"])
+full, there = pytest.mark.full, binary() is not None
+PROGRAMS = [
+    pytest.param("double", marks=[full] if there else []),
+    pytest.param("real", marks=[] if there else [full]),
+]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
 def llama(request: pytest.FixtureRequest) -> Iterator[LlamaSite]:
     """An installation, not yet made: with a double of the program, and with a real one."""
     path = DOUBLE if request.param == "double" else binary()

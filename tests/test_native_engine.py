@@ -50,7 +50,9 @@ def wait_for(pair: Pair, seconds: float = 240) -> None:
             get(f"http://127.0.0.1:{pair.ports[0]}/health")
             return
         except OSError as error:
-            assert time.monotonic() < deadline, (error, pair.log("runner")[-3000:])
+            log = pair.log("runner")
+            if time.monotonic() > deadline or "ended by itself" in log:
+                pytest.fail(f"{error}\n{log[-20000:]}")
         time.sleep(0.5)
 
 
