@@ -10,7 +10,6 @@ import atexit
 import gc
 import os
 import signal
-import socket
 import sys
 from types import FrameType
 from typing import Any
@@ -24,8 +23,6 @@ from kvhost.records.journal import VARIABLE, tell
 
 #: exit code after Ctrl-C, as of a shell: 128 + SIGINT
 INTERRUPTED = 130
-#: ms without an answer after which a connection is lost; TCP alone waits a quarter of an hour
-LOST_MS = 60_000
 #: seconds for giving the locks back after Ctrl-C; hosts that do not answer keep theirs
 GIVE_BACK_S = 45
 #: Python's own thresholds
@@ -74,7 +71,6 @@ def keep_journal() -> None:
     gc.set_threshold(*GARBAGE)
     state = context.ctx_state.get()  # the state itself: the proxy is empty at exit
     for host in state.inventory.get_active_hosts():
-        _notice_a_lost_link(host)
         reasons.listen(host)
     state.add_callback_handler(_Journal())
     if not os.environ.get(VARIABLE):
@@ -131,20 +127,3 @@ def _hold() -> None:
     """Begins nothing more on any host."""
     while _stopping:
         gevent.sleep(1)
-
-
-def _notice_a_lost_link(host: Any) -> None:
-    """Lets the kernel end a connection whose other end is gone, so that the run goes on."""
-    client = getattr(host.connector, "client", None)
-    transport = client.get_transport() if client is not None else None
-    sock = getattr(transport, "sock", None)
-    if sock is None or not hasattr(sock, "setsockopt") or not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return  # another connector, a jump host's channel, or no Linux
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 15),
-        (socket.TCP_KEEPINTVL, 15),
-        (socket.TCP_KEEPCNT, 4),
-        (socket.TCP_USER_TIMEOUT, LOST_MS),
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -32,6 +32,8 @@ from kvhost.fleet import known_hosts
 from kvhost.fleet.known_hosts import KNOWN_HOSTS
 
 REPO = Path(__file__).resolve().parents[2]
+#: ms without an answer after which a connection is lost; TCP alone waits a quarter of an hour
+LOST_MS = 60_000
 
 
 class Unreached(ConnectError):
@@ -157,8 +159,22 @@ def said(error: Exception) -> str:
     return f"SSH error ({error or type(error).__name__})"
 
 
+def _end_when_lost(sock: Any) -> None:
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # no Linux
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 15),
+        (socket.TCP_KEEPINTVL, 15),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, LOST_MS),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class Prompt(Transport):
-    """Nothing waits for an acknowledgement that the kernel of the other end delays, by 40 ms.
+    """A connection whose other end is gone is ended, so that the run goes on, and nothing waits
+    for an acknowledgement that the kernel of the other end delays, by 40 ms.
 
     Small packets go out at once (TCP_NODELAY). And what sshd says by itself after the login (its
     other host keys) is answered, with a message that means nothing: until then its kernel would
@@ -170,6 +186,7 @@ class Prompt(Transport):
             sock = sock.open()
         if hasattr(sock, "setsockopt"):  # a jump host's channel has none
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _end_when_lost(sock)
         super().__init__(sock, **more)
 
     def _parse_global_request(self, message: Any) -> None:
