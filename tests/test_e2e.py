@@ -255,13 +255,19 @@ def test_another_run_in_progress_is_refused_and_a_dead_one_is_not(provisioned: S
         lock.unlink(missing_ok=True)
 
 
-def test_a_server_in_use_is_not_disrupted_unless_asked(provisioned: Site) -> None:
+def test_a_server_in_use_is_not_disrupted(provisioned: Site) -> None:
     assert answer(provisioned) == 200  # somebody's request, not kvhost's own
     runner = provisioned.record("runner")["pid"]
     done = provisioned.run(".venv/bin/kvhost", "verify", *provisioned.arguments())
     assert done.code == 2, done.text[-3000:]
     assert "INCONCLUSIVE" in done.text
     assert provisioned.record("runner")["pid"] == runner
+
+
+@pytest.mark.full
+def test_a_server_in_use_is_disrupted_if_asked(provisioned: Site) -> None:
+    assert answer(provisioned) == 200
+    runner = provisioned.record("runner")["pid"]
     done = provisioned.run(".venv/bin/kvhost", "verify", "--disrupt", *provisioned.arguments())
     assert done.code == 0, done.text[-3000:]
     assert provisioned.record("runner")["pid"] != runner

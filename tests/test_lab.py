@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab import loop
 from tests.lab.loop import MIB, Loops, digest, digests
 from tests.lab.recipe import LabError, recipe_digest, uncompressed_kernel
 
@@ -75,7 +76,10 @@ def test_only_own_devices_are_detached_and_after_a_failure_too(tmp_path: Path) -
         assert other.is_ours()
 
 
-def test_a_device_in_use_is_told_and_the_others_go(tmp_path: Path) -> None:
+def test_a_device_in_use_is_told_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BUSY_S", 1.0)
     loops = Loops(tmp_path)
     busy, idle = loops.make("busy", MIB), loops.make("idle", MIB)
     with busy.node.open("rb"), pytest.raises(LabError, match=r"busy\.img"):

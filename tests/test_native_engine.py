@@ -112,6 +112,7 @@ def test_what_was_cached_is_served_from_the_files_after_a_restart(engine_of_one:
     assert sorted(about) == [".kvhost-namespace.json", "config.json"]
 
 
+@full
 def test_a_key_that_vllm_does_not_read_is_named(engine: Path, tmp_path: Path) -> None:
     told = dict(transfer_config(Settings(cache_kind="native"), "/srv/kv", cuda=False))
     extra = told["kv_connector_extra_config"]
@@ -134,6 +135,7 @@ def test_a_key_that_vllm_does_not_read_is_named(engine: Path, tmp_path: Path) ->
     assert "nearest that there is: cpu_bytes_to_use" in found[0]
 
 
+@full
 @pytest.mark.parametrize(("room", "chunks", "found"), [(32, 32, 32), (31, 32, None)])
 def test_a_prompt_that_does_not_fit_into_the_memory_is_looked_up_for_ever(
     engine: Path, tmp_path: Path, room: int, chunks: int, found: int | None

@@ -18,6 +18,8 @@ from types import TracebackType
 from tests.lab.recipe import LabError, run
 
 MIB = 1 << 20
+#: seconds that a device may still be in use when it goes
+BUSY_S = 20.0
 _DIGESTS = Path(__file__).with_name("digests.py")
 
 
@@ -116,7 +118,7 @@ class Loops:
         return loop
 
     def detach(self, loop: Loop) -> None:
-        """Raises LabError if something still uses the device after 20 seconds."""
+        """Raises LabError if something still uses the device after BUSY_S seconds."""
         self.made.remove(loop)
         if not loop.is_ours():
             return
@@ -132,7 +134,7 @@ class Loops:
                 raise LabError(f"a partition of {loop.node} ({loop.image.name}) is in use")
         subprocess.run(["losetup", "--detach", loop.node], capture_output=True, check=False)
         # of a device in use the kernel detaches it only later, by itself
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + BUSY_S
         while loop.is_ours():
             if time.monotonic() > deadline:
                 raise LabError(f"{loop.node} ({loop.image.name}) is still in use")
