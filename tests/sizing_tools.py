@@ -12,6 +12,16 @@ from kvhost.sizing.kv_bytes import KvSize, dtype_named, size_of
 FIXTURES = Path(__file__).parent / "fixtures" / "sizing"
 TINY: dict[str, Any] = json.loads((FIXTURES / "tiny.json").read_text())
 PUBLIC: dict[str, Any] = json.loads((FIXTURES / "public.json").read_text())
+#: of Llama-3-8B's shape
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "float16",
+}
 #: name of vLLM's specification -> kind of layer
 KINDS = {
     "FullAttentionSpec": "full",

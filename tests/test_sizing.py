@@ -27,20 +27,19 @@ from kvhost.sizing.kv_bytes import (
     times_of,
 )
 from kvhost.sizing.layer import UnknownArchitecture
-from tests.sizing_tools import DOC, MARKS, PUBLIC, TINY, compared, engine_record, sized, table
+from tests.sizing_tools import (
+    DOC,
+    LLAMA,
+    MARKS,
+    PUBLIC,
+    TINY,
+    compared,
+    engine_record,
+    sized,
+    table,
+)
 
 pytestmark = pytest.mark.runners
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "float16",
-}
-
 
 #: what the record calls the bytes of the whole cache
 POOL = {"started": "allocated_bytes", "specification": "planned_bytes"}

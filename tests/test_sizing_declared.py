@@ -17,19 +17,11 @@ from kvhost.settings import Settings
 from kvhost.sizing.arch import architecture_of
 from kvhost.sizing.declared import declared_kv_dtype
 from kvhost.sizing.layer import UnknownArchitecture
-from tests.sizing_tools import PUBLIC
+from tests.sizing_tools import LLAMA, PUBLIC
 
 pytestmark = pytest.mark.runners
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
+BF16 = {**LLAMA, "torch_dtype": "bfloat16"}
 #: as llm-compressor and ModelOpt write them
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 COMPRESSED = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}
@@ -46,7 +38,7 @@ def old(**changes: Any) -> dict[str, Any]:
 
 
 def quantized(quantization: Any, key: str = "quantization_config") -> dict[str, Any]:
-    return {**LLAMA, key: quantization}
+    return {**BF16, key: quantization}
 
 
 def declared(config: dict[str, Any]) -> str | None:
