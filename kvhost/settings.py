@@ -241,7 +241,9 @@ def _unknown(key: str, value: object, foreign_keys: frozenset[str]) -> Problem:
         return Problem(name, what, _secret_goes(file_key))
     if meant is None:
         return Problem(name, "is not a setting", "nothing; docs/settings.md has what there is")
-    write = _write(meant) if meant in Settings.model_fields else f"{meant} (pyinfra's own)"
+    # not the value itself, which may be a secret, nor an example, which is somebody else's
+    own = meant in Settings.model_fields
+    write = f"{meant} = the value that was given" if own else f"{meant} (pyinfra's own)"
     return Problem(name, f"is not a setting; did you mean {meant}?", write)
 
 

@@ -360,7 +360,7 @@ def shows_and_asks(base: Base, copy: Path) -> None:
     code, text = remove(base, copy)  # nothing is left to ask about
     assert code == 0, text
     assert "Take kvhost away" not in text
-    assert "stays: the cache in" in text
+    assert f"stays: the cache in {base.root}/tier (--data remove_cache=true removes it)" in text
     assert "nothing of kvhost" not in text
     code, text = kvhost(base, copy, "purge")
     told = " ".join(text.split())

@@ -394,3 +394,14 @@ def test_the_page_says_what_was_not_compared() -> None:
 def test_the_page_has_the_table_of_the_record() -> None:
     assert engine_record()["vllm"].startswith("0.32")
     assert MARKS[0] + table() + MARKS[1] in DOC.read_text()
+
+
+def test_a_session_that_the_model_does_not_take_is_told(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    for context, told in ((131072, False), (131073, True)):
+        done = CliRunner().invoke(
+            cli.main, ["size", str(config), "--context", str(context), "--json"]
+        )
+        notes = json.loads(done.stdout)["notes"]
+        assert any("longer than the model takes: 131072" in note for note in notes) is told

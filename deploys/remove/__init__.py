@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -76,7 +77,8 @@ def show_removal(at: Visit) -> bool | None:
     if data["remove"] or data["user"]:
         console.print(table)
     for line in data["stays"]:
-        console.print(f"  stays: {printable(line)}", highlight=False)
+        line = re.sub(r" \((remove_\w+)\)$", r" (--data \1=true removes it)", printable(line))
+        console.print(f"  stays: {line}", highlight=False, soft_wrap=True)
     goes = bool(data["remove"] or data["user"])
     if not goes and data["stays"]:
         console.print(f"{at.host}: kvhost itself is removed already; what stays is above")

@@ -85,6 +85,9 @@ def answer(question: Question) -> Answer:
         times = tuple(times_of(kv, tokens, speeds) for tokens in steps(1024, max(1024, last)))
         even = break_even(kv, speeds, question.chunk)
     notes = tuple(_notes(question, found, kv, weights))
+    if found.context is not None and session > found.context:
+        told = f"A session of {session} tokens is longer than the model takes: {found.context}."
+        notes = (told, *notes)
     if declared:
         notes = (
             f"The checkpoint itself declares its KV in fp8, which auto takes ({asked}).",

@@ -97,7 +97,7 @@ def _fits(answer: Answer) -> Table:
 
 
 def _times(answer: Answer) -> Table:
-    table = _table("tokens", "stored", "restore", "recompute", "")
+    table = _table("tokens", "stored", "restore", "recompute", "restoring is")
     for one in answer.times:
         factor = f"{one.factor:.3g} times faster" if one.factor >= 1 else "slower"
         row = (size(one.bytes), seconds(one.restore), seconds(one.recompute), factor)
